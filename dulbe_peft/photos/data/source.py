@@ -167,25 +167,22 @@ class DataSource:
             ValueError: If images are unreadable and `strict` is true, all images of a class are unreadable, there are
                 both a test split and a fraction, or the layout is ambiguous.
         """
-        from dulbe_peft.photos.data.looking import compared, readable
-        from dulbe_peft.photos.data.splits import draw_per_class, grouped, hold_out
+        from dulbe_peft.photos.data.looking import compared
+        from dulbe_peft.photos.data.splits import draw_per_class, hold_out
 
         given, left_out, notes = _opened_parts(self)
         name, *tests = given
-        parts, inventory = readable(self.data, given, self.strict, look, left_out)
+        parts, inventory = self._looked_at(given, look, left_out, notes)
         for lost in (row for row in _present(given[name]) if row not in _present(parts[name])):
             example, why = next(row for row in inventory.unreadable if row[0].label == lost)
             raise ValueError(
                 f"no image of the class {lost!r} can be read, such as {example.name}: {why}; repair the images, or "
                 "remove the class"
             )
-        parts, groups = grouped(parts, self.group, self.group_seconds)
-        for images in parts.values():
-            images.columns = {}  # a table of a million rows would travel to every worker that reads images
         if self.test_fraction is not None:
             tests = ["test" if self.test_split == "none" else self.test_split]
             parts[name], parts[tests[0]] = hold_out(parts[name], self.test_fraction)
-        inventory = compared(parts, replace(inventory, notes=notes + groups), every)
+        inventory = compared(parts, inventory, every)
         train, test = self._renamed(parts[name]), self._renamed(parts[tests[0]]) if tests else None
         if self.validation_fraction is not None:
             train, test = hold_out(train, self.validation_fraction, self.draw_seed, "validation")
@@ -205,17 +202,13 @@ class DataSource:
         The split "" means that `data` is a folder of classes; None means the split "test" if `data` has it, and
         otherwise a folder of classes.
         """
-        from dulbe_peft.photos.data.looking import readable
-        from dulbe_peft.photos.data.splits import grouped
-
         names, opened = self._openers(self.data)
         if split is None:
             split = "test" if "test" in names or None not in names else None
         images = _training_classes_first(opened(split or None), Path(self.data), _class_names)
-        parts, inventory = readable(self.data, {images.split or "images": images}, self.strict, look)
-        parts, groups = grouped(parts, self.group, self.group_seconds)
+        parts, inventory = self._looked_at({images.split or "images": images}, look)
         (images,) = parts.values()
-        return self._renamed(images), replace(inventory, notes=groups)
+        return self._renamed(images), inventory
 
     def reopen(self) -> list[LabelledImages]:
         """Return the splits in which the test images of an earlier run may be; no image is opened."""
@@ -245,6 +238,21 @@ class DataSource:
             return {"test"}, partial(load_data, data, **self.reading)
         available = splits(data, **self.reading)
         return available.keys(), partial(split_of, available, data)
+
+    def _looked_at(
+        self, parts: Parts, look: Look | None, left_out: Sequence[tuple[str, str]] = (), notes: Sequence[str] = ()
+    ) -> tuple[Parts, Inventory]:
+        """Return the readable images of each split with their groups, and the inventory of all images."""
+        from dulbe_peft.photos.data.looking import readable, times_taken
+        from dulbe_peft.photos.data.splits import grouped
+
+        parts, inventory = readable(self.data, parts, self.strict, look, left_out)
+        timed = self.group_seconds is not None
+        times = {split: times_taken(images) for split, images in parts.items()} if timed else {}
+        parts, groups = grouped(parts, self.group, self.group_seconds, times)
+        for images in parts.values():
+            images.columns = {}  # a table of a million rows would travel to every worker that reads images
+        return parts, replace(inventory, notes=[*notes, *groups])
 
     def _renamed(self, images: LabelledImages) -> LabelledImages:
         return images if self.class_names is None else images.renamed(self.class_names)

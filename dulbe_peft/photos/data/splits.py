@@ -14,7 +14,6 @@ import numpy as np
 from dulbe_peft.data.columns import NO_VALUE
 from dulbe_peft.data.folders import FileImages, ImageFolder
 from dulbe_peft.data.images import LabelledImages, labelled_images
-from dulbe_peft.photos.data.looking import times_taken
 from dulbe_peft.utils.settings import check_int
 from dulbe_peft.utils.terminal import counted, printable
 
@@ -107,7 +106,10 @@ FOLDER = "folder"  # groups are the folders in which the files are
 
 
 def grouped(
-    parts: Mapping[str, LabelledImages], group: str | None, seconds: float | None
+    parts: Mapping[str, LabelledImages],
+    group: str | None,
+    seconds: float | None,
+    times: Mapping[str, Sequence[float | None]],
 ) -> tuple[dict[str, LabelledImages], list[str]]:
     """Return the splits with the groups of their images, and sentences about them.
 
@@ -117,6 +119,7 @@ def grouped(
             path. An image without a value, an inner folder or a match is a group of its own.
         seconds: If given, images that were taken within this time of one another are a group, if `group` does not
             tell them apart. An image without a time is a group of its own.
+        times: Split -> the time of each image in seconds, or None; used if `seconds` is given.
 
     Raises:
         ValueError: If no image has a group, or none was taken at a known time.
@@ -125,7 +128,7 @@ def grouped(
         return dict(parts), []
     keys = {split: _keys(images, group) for split, images in parts.items()}
     if seconds is not None:
-        keys = _bursts(parts, keys, seconds)
+        keys = _bursts(times, keys, seconds)
     alone = sum(key is None for of in keys.values() for key in of)
     if alone == sum(map(len, keys.values())):
         what = f"--group is {group!r}" if group is not None else f"--group-seconds is {seconds:g}"
@@ -188,13 +191,13 @@ def _folder(path: str, of_classes: bool) -> str | None:
 
 
 def _bursts(
-    parts: Mapping[str, LabelledImages], keys: Mapping[str, Sequence[str | None]], seconds: float
+    times: Mapping[str, Sequence[float | None]], keys: Mapping[str, Sequence[str | None]], seconds: float
 ) -> dict[str, list[str | None]]:
     """Divide each group where no photograph was taken for longer than `seconds`."""
     taken: dict[str, list[tuple[float, str, int]]] = defaultdict(list)
-    bursts: dict[str, list[str | None]] = {split: [None] * len(images) for split, images in parts.items()}
-    for split, images in parts.items():
-        for index, (key, time) in enumerate(zip(keys[split], times_taken(images), strict=True)):
+    bursts: dict[str, list[str | None]] = {split: [None] * len(each) for split, each in times.items()}
+    for split, each in times.items():
+        for index, (key, time) in enumerate(zip(keys[split], each, strict=True)):
             if key is not None and time is not None:
                 taken[key].append((time, split, index))
     for key, rows in taken.items():
