@@ -213,7 +213,7 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
             config.sha256 = None  # it is not a property of the adapter, which may be trained further
         return config
 
-    def note(self, tensors: dict[str, torch.Tensor], adapter: str, facts: dict[str, Any]) -> None:
+    def note(self, tensors: dict[str, torch.Tensor], adapter: str, facts: dict[str, object]) -> None:
         """Note facts about an adapter for the next `save_pretrained`. PEFT adds modules to save to `tensors` by then.
 
         They are no fields, so that the configuration can be used again for a fresh adapter.

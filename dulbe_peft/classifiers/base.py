@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.checks import check_labels, check_share, unit_features
 from dulbe_peft.classifiers.rule import LeftOut, Rule, linear
-from dulbe_peft.classifiers.state import State, check_shapes
+from dulbe_peft.classifiers.state import Derived, State, check_shapes
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.settings import check_value, field_types
 from dulbe_peft.utils.tensors import has_values
@@ -69,7 +69,7 @@ class Classifier(nn.Module):
     name: ClassVar[str] = ""
     needs_text: ClassVar[bool] = False
 
-    def __init_subclass__(cls, rule: type[Rule] | None = None, **kwargs: Any) -> None:
+    def __init_subclass__(cls, rule: type[Rule] | None = None, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if wrong := OF_RULES & vars(cls).keys():
             raise TypeError(
@@ -104,7 +104,7 @@ class Classifier(nn.Module):
         if taken := self._layouts.keys() & set(dir(type(self))):
             raise TypeError(f"the {self.name!r} classifier: {min(taken)!r} cannot be the name of a tensor")
         self._class_names: list[str] = []
-        self._derived: dict[str, Any] = {}
+        self._derived: dict[str, Derived] = {}
         self._warned = False
         self._take(State(self._layouts, {name: layout.empty() for name, layout in self._layouts.items()}, []))
 
@@ -155,7 +155,7 @@ class Classifier(nn.Module):
         """All seen classes, in the order in which they were learned."""
         return list(self._class_names)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Return the settings, without `embed_dim` and `logit_scale`, and their values as plain data."""
         return {name: getattr(self.rule, name) for name in self.rule.setting_defaults()}
 
@@ -195,7 +195,7 @@ class Classifier(nn.Module):
         kind = self.rule_type if _CLASSES[self.rule_type] is type(self) else type(self)
         return _unfilled, (kind,), self.__getstate__()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out cached values, which can be computed again."""
         return {**vars(self), "_derived": {}}
 
@@ -330,14 +330,14 @@ class Classifier(nn.Module):
             if matrix is not None:
                 self.install(self.rule.followed(self.state, matrix))
 
-    def _groups(self, groups: Any, labels: Tensor) -> Tensor | None:
+    def _groups(self, groups: Groups | None, labels: Tensor) -> Tensor | None:
         """Check the groups of the images; warn of classes that lie in one group alone, if all classes do not."""
         from dulbe_peft.classifiers.groups import check_groups
 
         numbers = check_groups(groups, len(labels))
         return None if numbers is None else numbers.to(labels.device)
 
-    def _unit(self, features: Any, name: str, rows: int | None = None) -> Tensor:
+    def _unit(self, features: object, name: str, rows: int | None = None) -> Tensor:
         return unit_features(features, name, self.embed_dim, rows, self.device)
 
     def _texts_of(self, names: list[str], text_embeds: object, each_text: EachText | None) -> dict[str, Tensor]:
@@ -356,7 +356,7 @@ class Classifier(nn.Module):
             texts |= self._with_each_text(names, single)
         return texts
 
-    def _unit_texts(self, given: Any, rows: int) -> Tensor:
+    def _unit_texts(self, given: object, rows: int) -> Tensor:
         """Return the texts with unit norm; if the rule allows it, a class without a text, None or zeros, has zeros."""
         if isinstance(given, (list, tuple)):
             nothing = torch.zeros(self.embed_dim)
@@ -735,7 +735,7 @@ class Classifier(nn.Module):
         self._class_names = extra.class_names
         self.calibration, self.novelty_tasks = extra.calibration, extra.novelty_tasks
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         device, solved = fn(torch.zeros(1, device=self.device)).device, self._derived.get("solved")
         moved = {name: tensor.to(device) for name, tensor in (solved.value if solved else {}).items()}
         self._derived = {}
@@ -814,10 +814,10 @@ class Classifier(nn.Module):
         config = files.config(cls.name)
         # The shapes in the header are checked first: no memory is allocated for a tensor that does not fit.
         shapes, solved_shapes = files.shapes()
-        arguments: Any = {"embed_dim": config.embed_dim, "logit_scale": config.logit_scale, **config.settings}
+        width: dict[str, object] = {"embed_dim": config.embed_dim, "logit_scale": config.logit_scale}
         try:
             with torch.device("meta"):
-                classifier = cls(**arguments)
+                classifier = cls(**width, **config.settings)
             number = len(config.class_names)
             empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
             shapes = {name: tuple(t.shape) for name, t in classifier.rule.upgraded(empty, number).items()}

@@ -6,7 +6,7 @@ w_c = sum_k pi_c(a_k) b_c(a_k)                    one vector per class: logits =
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from annotated_types import Ge, Gt, Le, Len
@@ -218,7 +218,7 @@ class BridgeEnsembleHead(Classifier, rule=BridgeRule):
         """K_b, the number of depths."""
         return len(self.depths)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Return the settings, with `num_depths` if the depths are evenly spaced, and else with a list of `depths`."""
         values, count = self.depths.float().cpu(), self.num_depths
         even = count > 1 and torch.equal(values, torch.linspace(0, 1, count))

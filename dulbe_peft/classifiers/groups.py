@@ -4,7 +4,7 @@ An image is left out of learning to see how a further one would be classified. I
 is learned, this says nothing about a further item.
 """
 
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ ENOUGH = 20  # images from which the share is judged
 MOST_COMPARED = 500  # images of a class
 
 
-def check_groups(groups: Any, count: int) -> Tensor | None:
+def check_groups(groups: object, count: int) -> Tensor | None:
     """Return the number of each image's group, (n,), from 0; None if there are no groups, or none with two images.
 
     Equal entries of `groups`, texts or integers, are one group.
@@ -30,7 +30,7 @@ def check_groups(groups: Any, count: int) -> Tensor | None:
     if given.dtype.kind not in "iuSUO":
         raise TypeError(f"groups must be integers or texts, got {given.dtype}")
     # A list of texts and nan is an array of texts only.
-    each: Any = [] if given.dtype.kind in "iu" else np.asarray(groups, dtype=object)
+    each: Iterable[object] = [] if given.dtype.kind in "iu" else np.asarray(groups, dtype=object)
     if wrong := [x for x in each if not isinstance(x, (str, int, np.integer))]:
         raise TypeError(f"groups must be integers or texts, got {wrong[0]!r}: give an image without a group its own")
     names, numbers = np.unique(given.astype(str) if given.dtype.kind == "O" else given, return_inverse=True)

@@ -5,7 +5,7 @@ Other packages can register their own rules with `register_classifier`.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dulbe_peft.classifiers.base import Classifier, check_rule, classifier_of
 from dulbe_peft.classifiers.rule import Rule
@@ -49,10 +49,10 @@ class Recipe:
     """A classifier class and the settings chosen by the user."""
 
     kind: type[Classifier]
-    chosen: dict[str, Any]
+    chosen: dict[str, object]
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Return all settings: the defaults, replaced by the chosen ones."""
         return self.kind.rule_type.setting_defaults() | self.chosen
 

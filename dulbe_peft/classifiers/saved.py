@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -45,7 +45,7 @@ class SavedClassifier(ExtraState):
     name: str
     embed_dim: int
     logit_scale: float
-    settings: dict[str, Any]
+    settings: dict[str, object]
     source: dict[str, str] | None
     sha256: str | None = None
 

@@ -65,14 +65,14 @@ def shared(*shape: int, dtype: torch.dtype = torch.float32, start: Tensor | None
     return Layout(shape if start is None else tuple(start.shape), dtype if start is None else start.dtype, start)
 
 
-class _Derived(NamedTuple):
+class Derived(NamedTuple):
     """A value that was computed from tensors, and the key of these tensors.
 
     The tensors are stored, too, because ids of deleted tensors could be used again.
     """
 
     of: tuple[str, ...] | None
-    key: tuple[Any, ...]
+    key: tuple[object, ...]
     sources: tuple[Tensor, ...]
     value: Any
 
@@ -94,10 +94,10 @@ class State(Mapping[str, Tensor]):
         layouts: Mapping[str, Layout],
         tensors: Mapping[str, Tensor],
         class_names: Sequence[str],
-        derived: dict[str, _Derived] | None = None,
+        derived: dict[str, Derived] | None = None,
     ) -> None:
         self.layouts, self._tensors, self.class_names = layouts, tensors, class_names
-        self._derived: dict[str, _Derived] = {} if derived is None else derived
+        self._derived: dict[str, Derived] = {} if derived is None else derived
 
     if not TYPE_CHECKING:
 
@@ -142,7 +142,7 @@ class State(Mapping[str, Tensor]):
     def keep_derived(self, name: str, value: object, of: Collection[str] | None = None) -> None:
         """Let `derived` return this value until a tensor changes."""
         sources = tuple(self[each] for each in self._sources(of))
-        self._derived[name] = _Derived(None if of is None else tuple(of), self._key(of), sources, value)
+        self._derived[name] = Derived(None if of is None else tuple(of), self._key(of), sources, value)
 
     def _sources(self, of: Collection[str] | None) -> list[str]:
         return [name for name in self if of is None or name in of]

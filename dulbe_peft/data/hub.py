@@ -40,7 +40,7 @@ def hub_images(dataset: Any, name: str, image_column: str = "image", label_colum
     return images
 
 
-def _column(rows: Any, name: str) -> list[Any]:
+def _column(rows: Any, name: str) -> list[object]:
     return list(rows[name][:])
 
 

@@ -109,7 +109,7 @@ class LabelledImages:
         rows = ((content, self.glances.get(int(self.indices[index]))) for index, content in contents.items())
         return {content: kept[0] for content, kept in rows if content and kept}
 
-    def _kept(self, position: int, file: Any) -> Glance | None:
+    def _kept(self, position: int, file: object) -> Glance | None:
         entry = _entry_or_none(file)
         kept, before = self.glances.get(position, (None, None))
         if kept is not None and entry == before:
@@ -349,7 +349,7 @@ def content_of(image: Any) -> bytes | None:
     return hashlib.sha256(f"dulbe_peft pixels {kind}\0".encode() + values).digest()
 
 
-def _entry_of(image: object) -> Any:
+def _entry_of(image: object) -> object:
     """Return the identity, size and times of a file; while they are the same, it need not be read again."""
     if not isinstance(image, Path):
         return None
@@ -357,7 +357,7 @@ def _entry_of(image: object) -> Any:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _entry_or_none(image: object) -> Any:
+def _entry_or_none(image: object) -> object:
     """Return `_entry_of`, or None if the file cannot be found; reading it will say why."""
     with suppress(Exception):
         return _entry_of(image)

@@ -76,9 +76,9 @@ class Encoder(TextEncoder):
         made.store = open_store(True)
         return made
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out the exported tower, measurements of this CPU, and functions that the learner sets again."""
-        kept: dict[str, Any] = {"_tower": ("", None), "_positions_equal": {}, "_encodings": [], "_untouched": False}
+        kept: dict[str, object] = {"_tower": ("", None), "_positions_equal": {}, "_encodings": [], "_untouched": False}
         return vars(self) | kept | {"scores": None, "encodings": None}
 
     @property

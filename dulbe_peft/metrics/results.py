@@ -89,7 +89,7 @@ class Results(_Part):
         """Return results as a record; a dict is checked as if it were read from the file."""
         return results if isinstance(results, cls) else cls.model_validate_json(to_json(results))
 
-    def contents(self) -> dict[str, Any]:
+    def contents(self) -> dict[str, object]:
         """Return the contents of the file, as `ClassIncrementalLearner.run` returns them."""
         return self.model_dump(mode="json", exclude_unset=True)
 

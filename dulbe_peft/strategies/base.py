@@ -146,7 +146,7 @@ class Strategy:
     # The default if the user names no target modules. None: the adapter's default.
     target_modules: ClassVar[tuple[str, ...] | None] = None
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Return the fields and their values as plain data."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 

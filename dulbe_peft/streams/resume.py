@@ -61,11 +61,11 @@ class Beginning(Record):
 class Identity(Record):
     """What, besides its finished tasks, must be equal for two runs to count as the same."""
 
-    adapter: dict[str, Any]
+    adapter: dict[str, object]
     arguments: dict[str, Any]
     base_model: str
-    classifiers: dict[str, dict[str, Any]]
-    strategy: dict[str, Any]
+    classifiers: dict[str, dict[str, object]]
+    strategy: dict[str, object]
     start: Beginning
 
 

@@ -56,7 +56,7 @@ class RunOptions:
     resume: bool = True
     past: Sequence[FinishedTask] | None = None
     known_tests: Sequence[Any] | None = None
-    source: dict[str, Any] | None = None
+    source: dict[str, object] | None = None
     keep_features: bool = False
     class_texts: Mapping[str, Sequence[str]] | None = None
 

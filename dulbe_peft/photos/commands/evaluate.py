@@ -85,7 +85,7 @@ def evaluate(
         print_next_command("export", learner, f"{Path(learner).name}-export", **flags, to=sys.stderr)
 
 
-def _accuracy(evaluation: Evaluation, classes: int, unknown: LabelledImages | None) -> dict[str, Any]:
+def _accuracy(evaluation: Evaluation, classes: int, unknown: LabelledImages | None) -> dict[str, object]:
     """Print and return the accuracy of every classifier on the learned classes; name the classes left out."""
     names, left_out = ([], 0) if unknown is None else (list(unknown.class_names), len(unknown))
     print(f"accuracy on {counted(len(evaluation.truth), 'image')} of {counted(classes, 'class')}:", file=sys.stderr)
@@ -97,7 +97,7 @@ def _accuracy(evaluation: Evaluation, classes: int, unknown: LabelledImages | No
     return evaluation.figures() | {"num_classes": classes, "not_learned": {"classes": names, "num_images": left_out}}
 
 
-def _by_group(evaluation: Evaluation, groups: np.ndarray) -> dict[str, Any]:
+def _by_group(evaluation: Evaluation, groups: np.ndarray) -> dict[str, object]:
     """Print and return the number of groups, and the mean of the groups' accuracies by classifier."""
     import numpy as np
 

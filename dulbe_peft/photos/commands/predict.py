@@ -96,7 +96,7 @@ def predict(
     if doubt := loaded.state.doubt:
         print(doubt, file=sys.stderr)
     area = None if query.reject is None else loaded.classifier.roc_area
-    if area is not None:
+    if area is not None and query.reject is not None:
         share = found(loaded.classifier.novelty_tasks, query.reject)
         if area < HARDLY:
             print(UNRELIABLE.format(100 * area), file=sys.stderr)

@@ -126,7 +126,7 @@ class DataSource:
         """Return the source that an entry of `sources.json`, or any settings with these fields, describes."""
         return cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
 
-    def entry(self) -> dict[str, Any]:
+    def entry(self) -> dict[str, object]:
         """Return the fields, for `sources.json`."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 

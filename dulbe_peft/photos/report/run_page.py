@@ -5,7 +5,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from dulbe_peft.checkpoints.layout import LEARNER_FILE
 from dulbe_peft.checkpoints.learner_file import LearnerFile
@@ -78,7 +77,7 @@ def write_report(
     return Path(output)
 
 
-def _content(run: RunFolder, key: str) -> dict[str, Any]:
+def _content(run: RunFolder, key: str) -> dict[str, object]:
     """Return what the template shows about a run; `key` is unique among the runs of the page."""
     losses = [record.loss for record in run.records]
     settings = {"model": run.base_model} if run.base_model else {}
@@ -90,7 +89,7 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
         learned.update(update.images)
     rows = shares.class_rows(run.predictions, forgotten, learned)
     matrix = shares.confusion_matrix(run.predictions) if run.predictions else None
-    content: dict[str, Any] = {
+    content: dict[str, object] = {
         "run": run,
         "key": key,
         "model": "" if run.base_model is None else Path(run.base_model).name or run.base_model,

@@ -84,7 +84,7 @@ class App:
         """Return whether there are changes that have not been saved. With an output folder, each label is."""
         return self.learner.state is not self.saved_state or (self.output is None and bool(self.waiting))
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return what the page shows: the classes and their image counts, the last change, and what is saved."""
         state = self.learner.state
         return {
@@ -203,7 +203,7 @@ class App:
         self.trim()
         return self.facts() | {"said": words}
 
-    def label(self, request: dict[str, object]) -> dict[str, Any]:
+    def label(self, request: dict[str, object]) -> dict[str, object]:
         """Label a photograph of the folder. After every few labels, the learner learns them."""
         labelling, name, photo = self.photographs(), self.class_of(request), cast(int, request.get("photo"))
         if request.get("ask") and (question := self.question(name)):
@@ -243,7 +243,7 @@ class App:
         self.photographs().skip(request.get("photo"))
         return self.facts() | {"said": "skipped"}
 
-    def none(self, request: dict[str, Any]) -> dict[str, Any]:
+    def none(self, request: dict[str, object]) -> dict[str, object]:
         """Record that a photograph belongs to no class, so that it is not shown again."""
         photo = cast(int, request.get("photo"))  # `dismiss` checks it
         self.table.check()

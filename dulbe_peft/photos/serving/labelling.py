@@ -51,7 +51,7 @@ class Labelling:
         skipped = [place for place in self.skipped if place in self.left]
         self.left = list(dict.fromkeys([*self.reasons, *places, *skipped]))
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return the photograph to label now with its most probable classes, and how many are left and labelled."""
         counts = {"left": len(self.left), "labelled": len(self.labels), "none": len(self.none)}
         if not self.left:
