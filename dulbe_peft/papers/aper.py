@@ -13,8 +13,7 @@ parameters on ViT-B, SGD at 0.01 with momentum 0.9, a decay of 5e-4, batches of 
 as its rate. The paper joins features that are not normalised.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,10 +24,10 @@ from torch.nn import functional as F
 from dulbe_peft.encoders.encoding import Encoding
 from dulbe_peft.encoders.loading import embed_dim, unit_image_embeds
 from dulbe_peft.papers.adapters import beside_mlps, bottleneck, mlps_of, started, width_of_mlps
+from dulbe_peft.papers.first_session import FirstTaskOnly
 from dulbe_peft.papers.fitting import uniform
 from dulbe_peft.papers.two_towers import TwoTowers
-from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
-from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.strategies.base import Memory, NewTask, Step
 from dulbe_peft.utils.processes import used_by_all
 from dulbe_peft.utils.settings import AtLeastOne, Positive
 
@@ -51,7 +50,7 @@ class Adapted(Encoding):
 
 
 @dataclass(frozen=True)
-class Aper(Strategy):
+class Aper(FirstTaskOnly):
     """Train networks beside the MLPs on the first task, and join the features of both towers."""
 
     bottleneck: AtLeastOne = 64
@@ -59,46 +58,28 @@ class Aper(Strategy):
     head: Literal["text", "cosine"] = "text"
 
     name = "aper"
-    trains_adapter = False
-    published_rate = 1e-3
     classifiers = ("prototype", "bayes")
 
     def encoding(self, memory: Memory | None) -> Encoding:
         return TwoTowers(Adapted(memory, self.scale) if isinstance(memory, dict) else None)
 
-    def plan(self, task: NewTask) -> None:
-        """Keep the modes, which stay at 0."""
+    def trained(self, tensors: Mapping[str, Tensor]) -> Encoding:
+        return Adapted(tensors, self.scale)
 
-    def epochs(self, task: NewTask) -> int:
-        return 0 if task.index else task.args.epochs
-
-    @contextmanager
-    def training(self, task: NewTask) -> Iterator[list[Tensor]]:
-        if task.index:
-            yield []
-            return
-        assert task.encoder is not None and task.images is not None
-        clip, device, generator = task.encoder.clip, task.encoder.device, task.generator(salt=2)
+    def start(
+        self, task: NewTask, clip: Any, generator: torch.Generator
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        assert task.images is not None
         blocks, width, r = len(mlps_of(clip)), width_of_mlps(clip), self.bottleneck
         tensors = {"down": started(generator, blocks, r, width), "up": torch.zeros(blocks, width, r)}
         tensors |= {"down_bias": torch.zeros(blocks, r), "up_bias": torch.zeros(blocks, width)}
-        head = {}
-        if self.head == "cosine":
-            classes, d = len(task.images.images.class_names), embed_dim(clip)
-            head = {"rows": uniform(generator, d, classes, d), "sigma": torch.ones(())}
-        made = {name: tensor.to(device).requires_grad_() for name, tensor in (tensors | head).items()}
-        task.notes["tensors"] = {name: made[name] for name in NAMES}
-        task.notes["head"] = {name: made[name] for name in head}
-        with task.encoder.encoding_by(Adapted(task.notes["tensors"], self.scale)):
-            yield list(made.values())
+        if self.head == "text":
+            return tensors, {}
+        classes, d = len(task.images.images.class_names), embed_dim(clip)
+        return tensors, {"rows": uniform(generator, d, classes, d), "sigma": torch.ones(())}
 
     def loss(self, task: NewTask, step: Step) -> Tensor:
         if head := task.notes["head"]:
             rows, sigma = F.normalize(used_by_all(head["rows"]), dim=1), used_by_all(head["sigma"])
             step.task_loss = F.cross_entropy(sigma * step.features @ rows.T, step.labels)
         return step.task_loss
-
-    def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory | None:
-        if task.index:
-            return task.memory
-        return {name: tensor.detach() for name, tensor in task.notes["tensors"].items()}

@@ -1,13 +1,23 @@
 """First Session Adaptation: plain LoRA is trained on the first task only; later tasks update only the classifiers.
 
+`FirstTaskOnly` is the same for strategies that train tensors of their own, which change how images are encoded.
+
 Reference: Panos et al., "First Session Adaptation: A Strong Replay-Free Baseline for Class-Incremental Learning",
 arXiv 2303.13199.
 """
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from dulbe_peft.strategies.base import NewTask
+import torch
+from torch import Tensor
+
+from dulbe_peft.encoders.encoding import Encoding
+from dulbe_peft.strategies.base import Memory, NewTask, Strategy
 from dulbe_peft.strategies.lora import Lora
+from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
 @dataclass(frozen=True)
@@ -19,3 +29,47 @@ class FirstSession(Lora):
 
     def epochs(self, task: NewTask) -> int:
         return 0 if task.index else task.args.epochs
+
+
+@dataclass(frozen=True)
+class FirstTaskOnly(Strategy):
+    """Train tensors, and a head that is dropped afterwards, on the first task, and keep the tensors as they are."""
+
+    trains_adapter = False
+    published_rate = 1e-3  # of Adam; both papers' 0.01 is that of SGD
+
+    def start(
+        self, task: NewTask, clip: Any, generator: torch.Generator
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the tensors and the head from which training starts, on the CPU."""
+        raise NotImplementedError
+
+    def trained(self, tensors: Mapping[str, Tensor]) -> Encoding:
+        """Return how images are encoded while the tensors are trained."""
+        raise NotImplementedError
+
+    def plan(self, task: NewTask) -> None:
+        """Keep the modes, which stay at 0."""
+
+    def epochs(self, task: NewTask) -> int:
+        return 0 if task.index else task.args.epochs
+
+    @contextmanager
+    def training(self, task: NewTask) -> Iterator[list[Tensor]]:
+        if task.index:
+            yield []
+            return
+        assert task.encoder is not None
+        for kind, tensors in zip(
+            ("tensors", "head"), self.start(task, task.encoder.clip, task.generator(salt=2)), strict=True
+        ):
+            task.notes[kind] = {
+                name: value.to(task.encoder.device).requires_grad_() for name, value in tensors.items()
+            }
+        with task.encoder.encoding_by(self.trained(task.notes["tensors"])):
+            yield [*task.notes["tensors"].values(), *task.notes["head"].values()]
+
+    def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory | None:
+        if task.index:
+            return task.memory
+        return {name: tensor.detach() for name, tensor in task.notes["tensors"].items()}

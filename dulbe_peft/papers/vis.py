@@ -16,8 +16,7 @@ that are not normalised. The paper's loss of the mixer is not known here, so the
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +27,9 @@ from torch.nn import functional as F
 from dulbe_peft.encoders.encoding import Encoding, Unprojected, hooked, projection_of, vision_modules
 from dulbe_peft.encoders.loading import encoder_of, unit_image_embeds
 from dulbe_peft.papers.adapters import started
+from dulbe_peft.papers.first_session import FirstTaskOnly
 from dulbe_peft.papers.linear_head import head_start, linear_head
-from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
-from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.strategies.base import Memory, NewTask, Step
 from dulbe_peft.utils.processes import used_by_all
 from dulbe_peft.utils.settings import AtLeastOne, Weight
 
@@ -91,52 +90,34 @@ class _Training(Unprojected):
 
 
 @dataclass(frozen=True)
-class Vis(Strategy):
+class Vis(FirstTaskOnly):
     """Train a mixer of class tokens on the first task, and learn features before the projection."""
 
     hidden: AtLeastOne = 256
     penalty_weight: Weight = 0.01  # the paper's
 
     name = "vis"
-    trains_adapter = False
-    published_rate = 1e-3  # of Adam; the paper's 0.01 is that of SGD
     classifiers = ("ranpac", "bayes")
 
     def encoding(self, memory: Memory | None) -> Encoding:
         return Mixed(memory) if isinstance(memory, dict) else Unprojected()
 
-    def plan(self, task: NewTask) -> None:
-        """Keep the modes, which stay at 0."""
+    def trained(self, tensors: Mapping[str, Tensor]) -> Encoding:
+        return _Training(tensors)
 
-    def epochs(self, task: NewTask) -> int:
-        return 0 if task.index else task.args.epochs
-
-    @contextmanager
-    def training(self, task: NewTask) -> Iterator[list[Tensor]]:
-        if task.index:
-            yield []
-            return
-        assert task.encoder is not None and task.images is not None
-        clip, device, generator = task.encoder.clip, task.encoder.device, task.generator(salt=2)
+    def start(
+        self, task: NewTask, clip: Any, generator: torch.Generator
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        assert task.images is not None
         if not encoder_of(clip).cls_token:
             raise ValueError(f"the strategy 'vis' reads class tokens, and a {type(clip).__name__} has none")
         width, levels = projection_of(clip).in_features, len(levels_of(clip))
         tensors = {"down": started(generator, self.hidden, levels * width), "down_bias": torch.zeros(self.hidden)}
         tensors |= {"up": torch.zeros(width, self.hidden), "up_bias": torch.zeros(width)}
-        tensors["head"] = head_start(generator, len(task.images.images.class_names), width)
-        made = {name: tensor.to(device).requires_grad_() for name, tensor in tensors.items()}
-        task.notes["head"] = made["head"]
-        task.notes["tensors"] = {name: made[name] for name in made if name != "head"}
-        with task.encoder.encoding_by(_Training(task.notes["tensors"])):
-            yield list(made.values())
+        return tensors, {"rows": head_start(generator, len(task.images.images.class_names), width)}
 
     def loss(self, task: NewTask, step: Step) -> Tensor:
         u, h = step.features.chunk(2, dim=1)
-        logits = linear_head(F.normalize(u, dim=1), used_by_all(task.notes["head"]))
+        logits = linear_head(F.normalize(u, dim=1), used_by_all(task.notes["head"]["rows"]))
         step.task_loss = F.cross_entropy(logits, step.labels)
         return step.task_loss + self.penalty_weight * (u - h).square().sum(dim=1).mean()
-
-    def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory | None:
-        if task.index:
-            return task.memory
-        return {name: tensor.detach() for name, tensor in task.notes["tensors"].items()}

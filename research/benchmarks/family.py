@@ -26,6 +26,7 @@ from dulbe_peft.strategies.registry import make_strategy
 from research.benchmarks import common, models, stock
 
 REFERRING = {"zscl": "zscl:reference_images=demo-digits"}
+VARIANTS = ["loda:towers=2"]  # measured beside the strategies' defaults
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--classes", type=int, default=8, help="classes per task")
     options.add_argument("--batch", type=int, default=16, help="images per batch, in training and elsewhere")
     options.add_argument("--epochs", type=int, default=2)
-    options.add_argument("--strategies", nargs="+", default=sorted(STRATEGIES))
+    options.add_argument("--strategies", nargs="+", default=sorted([*STRATEGIES, *VARIANTS]))
     options.add_argument("--classifiers", nargs="+", default=sorted(CLASSIFIERS))
     values = common.parse(options, argv)
     if values.quick:
@@ -83,7 +84,7 @@ class Learner:
         args = LearnerArguments(
             epochs=values.epochs, batch_size=values.batch, eval_batch_size=values.batch, device="cpu", progress=False
         )
-        kind = STRATEGIES[strategy]
+        kind = STRATEGIES[strategy.partition(":")[0]]
         model = clip
         if kind.adapts:
             targets = sorted(kind.target_modules) if kind.target_modules else None
