@@ -53,15 +53,21 @@ def step_of(task):
     return Step(cross_modal_loss(z, text, labels, SCALE), z, labels, text, None, encode, encode, SCALE)
 
 
+def measure(task, into):
+    """Add the statistics of the task's images by the present model to `into`, and return it."""
+    # A strategy may measure while weights are scaled, which the public function refuses for an adapter.
+    clip, layers = task.adapter.model, task.adapter.dual_mode_layers()
+    clip.dual_mode_layers = lambda: layers
+    collect_statistics(clip, [images(task.index)[0]], unit_image_embeds, into=into)
+    del clip.dual_mode_layers
+    return into
+
+
 def begin(strategy, task):
     """Measure the inputs, plan the bases and install them."""
     if "inputs" in strategy.needs:
         with strategy.measuring(task) or nullcontext():
-            # A strategy may measure while weights are scaled, which the public function refuses for an adapter.
-            clip, layers = task.adapter.model, task.adapter.dual_mode_layers()
-            clip.dual_mode_layers = lambda: layers
-            collect_statistics(clip, [images(task.index)[0]], unit_image_embeds, into=task.inputs)
-            del clip.dual_mode_layers
+            measure(task, task.inputs)
     modes = strategy.plan(task)
     if modes is not None:
         task.adapter.begin_task(modes, orthonormal=strategy.orthonormal)
@@ -89,7 +95,8 @@ def end(strategy, task):
     with torch.no_grad():
         strategy.finish(task)
     task.adapter.fold_if_trained(strategy.keeps_factors)
-    return strategy.remember(task, OccupationStatistics())
+    inputs = OccupationStatistics()
+    return strategy.remember(task, measure(task, inputs) if strategy.remembers_inputs else inputs)
 
 
 def learn(strategy, adapter, index, memory=None, **options):
