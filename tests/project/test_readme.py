@@ -26,8 +26,6 @@ from dulbe_peft.photos.runs.run_settings import StreamArguments
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.streams.tasks import class_incremental_tasks
 from dulbe_peft.utils.settings import field_types
-from research.benchmarks import evidence
-from research.benchmarks.common import RESULTS
 from research.comparison.plan import read_plan
 
 ROOT = Path(__file__).parents[2]
@@ -258,28 +256,6 @@ def test_messages_in_troubleshooting_exist_in_the_code():
 def test_code_on_pages_fits_without_scrolling(page):
     lines = [line for _, _, code in blocks(page, "python", "bash", "yaml", "text") for line in code.splitlines()]
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
-
-
-def test_figures_about_novelty_match_the_results():
-    figures = "near, novelty;near, probability;near, said"
-    _, *rows = evidence.beside(RESULTS, folder="rejection/real", figures=figures)
-    gains = [float(novelty) - float(probability) for *_, novelty, probability, _ in rows]
-    with_four = [float(novelty) for _, count, novelty, *_ in rows if count == "4"]
-    errors = [abs(float(estimate) - float(novelty)) for *_, novelty, _, estimate in rows if estimate]
-    text = " ".join(text_of("docs/results.md").split())
-    assert f"on average {sum(gains) / len(gains):.1f} points larger" in text
-    assert f"it is {-min(gains):.1f} points smaller" in text
-    assert f"it is {min(with_four)} % (aircraft) to {max(with_four)} %" in text
-    mean = sum(errors) / len(errors)
-    assert f"It is {mean:.1f} points off on average, with errors of up to {max(errors):.0f}" in text
-
-
-def test_figures_about_methods_that_keep_features_match_the_results():
-    names = "bayes,tip_adapter,proker,linear_probe"
-    *_, (_, *means) = evidence.frozen(RESULTS, classifiers=names, counts="1,16")
-    text = " ".join(text_of("docs/results.md").split())
-    sentence = re.search(r"On three small streams .*?regression [\d.]+ %", text)
-    assert sentence and re.findall(r"([\d.]+) %", sentence[0]) == [mean.strip("*") for mean in means]
 
 
 def test_table_of_defaults_matches_the_code():

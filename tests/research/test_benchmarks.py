@@ -29,13 +29,15 @@ from research.benchmarks import (
     ours,
     real,
     rivals,
+    sentences,
     stock,
     table,
     transplant,
 )
 
 ROOT = Path(__file__).parents[2]
-TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours", "real", "rivals", "stock", "table", "untidy"}
+TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours", "real", "rivals", "sentences", "stock"}
+TOOLS |= {"table", "untidy"}
 BENCHMARKS = sorted({path.stem for path in (ROOT / "research" / "benchmarks").glob("*.py")} - TOOLS)
 MODULES = {name: importlib.import_module(f"research.benchmarks.{name}") for name in BENCHMARKS}  # slow ones, too
 SLOW = {"accuracy", "deployment", "edges", "encode", "family", "frozen", "loop", "memory", "rejection"}
@@ -192,6 +194,102 @@ def test_extremes_and_errors_name_the_worst_lines(tmp_path):
     ]
     (tmp_path / "estimates/real-x.json").write_text(json.dumps({"rows": rows}))
     assert evidence.errors(tmp_path, "bayes", "real-*")[1:] == [["2", "2", "2.0", "−1.0 (b)", "+3.0 (a)"]]
+
+
+def measured_file(path, rows):
+    """Write a result file of `frozen`, with one line for each (stream, counts, figure, classifier, value)."""
+    path.parent.mkdir(exist_ok=True)
+    names = ("stream", "counts", "figure", "classifier", "value")
+    path.write_text(json.dumps({"rows": [dict(zip(names, row, strict=True)) for row in rows]}))
+
+
+def test_sentences_on_published_features_follow_from_the_result_files(tmp_path):
+    ranpac = "ranpac:features=1000"
+    values = {  # classifier -> accuracy on (a, own names, 1), (a, no names, 1), (b, no names, 1), (a, no names, 2)
+        "bayes": (80, 40, 50, 60),
+        "lda": (60, 40, 50, 61.5),
+        ranpac: (70, 41, 48, 59),
+        "ridge": (50, 45, 52, 50),
+        "linear_probe": (50, 39, 53, 50),
+    }
+    keys = [("a, own names", "1"), ("a, no names", "1"), ("b, no names", "1"), ("a, no names", "2")]
+    rows = [(*key, "A_last", name, v) for name, each in values.items() for key, v in zip(keys, each, strict=True)]
+    rows += [("a, own names", "1", "A_last", name, value) for name, value in (("text", 82), ("mixed_prototypes", 79))]
+    for name, error in (("bayes", 2), ("lda", 9), (ranpac, 4)):
+        rows += [("a, no names", "2", "ECE", name, error), ("b, no names", "1", "ECE", name, 2 * error)]
+        rows += [("a, no names", "2", "covered", name, 90 + error)]
+    measured_file(tmp_path / "real/x.json", rows)
+    said = sentences.published(tmp_path, "1,2")
+    assert "best of all in 0 of 1 lines, and at most 1.5 points behind (`lda`; a, no names, 2 images)" in said
+    assert "names alone by −2.0 (−2.0 to −2.0), of `mixed_prototypes` by +1.0" in said
+    assert "of `lda` by 0.0 (0.0 to 0.0), of `ridge` by −3.5 (−5.0 to −2.0), of `ranpac` by +0.5" in said
+    assert "of logistic regression by −1.0 (−3.0 to +1.0)" in said
+    assert "over all 4 lines is 52.9, 54.5 and 57.5 %" in said
+    assert "error is 13.5, 6.0 and 3.0 points, at worst 18.0, 8.0 and 4.0" in said
+    assert "for 99.0, 94.0 and 92.0 % of the images, at worst for 99.0, 94.0 and 92.0" in said
+    rows = {line[0]: line[1:] for line in sentences.leads(tmp_path, "1,2")}
+    assert rows["`ridge`"] == ["+30.0 (+30.0 to +30.0)", "", "", "−3.5 (−5.0 to −2.0)", "+10.0 (+10.0 to +10.0)"]
+
+
+def test_sentences_on_training_name_only_clear_differences_with_their_intervals(tmp_path):
+    (tmp_path / "comparisons").mkdir()
+    head = "stream,method,classifier,drift,chosen,last,gain,gain_low,gain_high,retention_before,retention\n"
+    rows = (
+        "s,frozen,text,none,,0.5,,,,0.7,0.7\ns,frozen,lda,none,,0.5,,,,0.7,0.7\n"
+        "s,A,text,auto,,0.55,0.05,0.01,0.09,0.7,0.65\ns,A,lda,auto,,0.5,-0.015,-0.054,0.023,0.7,0.6\n"
+        "s,B,text,auto,,0.5,0.001,-0.01,0.012,0.7,0.7\n"
+    )
+    (tmp_path / "comparisons/a.csv").write_text(head + rows)
+    first, second = sentences.changes(tmp_path, "a=data").splitlines()
+    assert first == "- data, A: `text` +5.0 (+1.0 to +9.0); known 70.0 → 65.0."
+    assert second == "- data, B: no clear difference; known 70.0 → 70.0."
+    assert sentences.changes(tmp_path, "a", methods="B") == "- no clear difference; known 70.0 → 70.0."
+    rows = (
+        "s,DuLBE,text,auto,learning_rate=0.0001,0.6,,,,,\n"
+        "s,less,text,auto,learning_rate=0.001,0.64,0.04,0.024,0.055,,\n"
+    )
+    (tmp_path / "comparisons/b.csv").write_text(head + rows)
+    line = "- `text` +4.0 (+2.4 to +5.5) with the rate 0.001 instead of 0.0001."
+    assert sentences.changes(tmp_path, "b") == line
+
+
+def test_sentences_on_estimates_rejection_and_suggestions(tmp_path):
+    def stored(path, figures):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"what": what, "value": sum(each) / len(each), "each": each} for what, each in figures.items()]
+        path.write_text(json.dumps({"rows": rows}))
+
+    def of(stream, **figures):
+        return {f"bayes, 4 images a class, {stream}: {name.replace('_', ' ')}": each for name, each in figures.items()}
+
+    stored(
+        tmp_path / "estimates/real-a.json",
+        of("a", test=[50, 50], estimate=[52, 54], low=[40, 51], high=[60, 61])
+        | of("b", test=[50, 50], estimate=[49, 49], low=[40, 40], high=[60, 60]),
+    )
+    stored(tmp_path / "estimates/small.json", of("c", test=[50], estimate=[51], low=[40], high=[60]))
+    said = sentences.estimated(tmp_path, "bayes")
+    assert "its error is 2.0 points on average over 2 lines (−1.0 on b, 4 images and +3.0 on a, 4 images" in said
+    assert "in 3 of 4 draws, but it is 18 (10 to 20) points wide" in said
+    known = {"covered": [95, 97], "known_refused": [1, 24], "near_found": [50, 60]}
+    stored(tmp_path / "rejection/small.json", of("c", **known))
+    areas = {"near, novelty": [80], "near, probability": [70], "near, energy": [81], "near, said": [84]}
+    stored(tmp_path / "rejection/real/a.json", of("a", **areas, known_refused=[9]))
+    said = sentences.refused(tmp_path)
+    assert "in single draws 1.0 to 24.0 %" in said and "largest probability by +10.0" in said
+    assert "than that of the energy by −1.0 (−1.0 to −1.0); it is smaller in 0 and 1 of 1 lines" in said
+    assert "too high by +4.0 (+4.0 to +4.0) points" in said
+    rows = [
+        {"stream": stream, "labels": 2, "way": way, "value": value}
+        for stream, pair in {"a, no names": (84, 70), "c": (50, 45)}.items()
+        for way, value in zip(("suggest", "at random"), pair, strict=True)
+    ]
+    (tmp_path / "suggest").mkdir()
+    (tmp_path / "suggest/x.json").write_text(json.dumps({"rows": rows}))
+    measured_file(tmp_path / "real/x.json", [("a, no names", "2", "A_last", "bayes", 81.5)])
+    said = sentences.suggested(tmp_path)
+    assert "random photographs by +14.0 (+14.0 to +14.0) points on 1 streams" in said
+    assert "by +5.0 (+5.0 to +5.0) on small models" in said and said.endswith("the difference is a, no names +2.5.")
 
 
 def test_refused_prediction_sets_are_no_figure(tmp_path):
