@@ -317,8 +317,13 @@ def check_distinct(prompts: Iterable[str], tokens: Iterable[tuple[int, ...]]) ->
 def tokenize(processor: Any, prompts: Sequence[str], model: object) -> dict[str, torch.Tensor]:
     """Return the text tower's inputs for distinct prompts: token ids, (prompts, length), and a mask if needed."""
     rows = prompt_tokens(processor, prompts, model)
-    record, longest = encoder_of(model), longest_text(model)
     check_distinct(prompts, rows)
+    return padded_tokens(processor, rows, model)
+
+
+def padded_tokens(processor: Any, rows: Iterable[Sequence[int]], model: object) -> dict[str, torch.Tensor]:
+    """Return the text tower's inputs for token ids of different lengths, special tokens included."""
+    record, longest = encoder_of(model), longest_text(model)
     options: dict[str, Any] = {"max_length": longest} if record.padding == "max_length" else {}
     options |= {"padding": record.padding, "padding_side": record.padding_side, "return_tensors": "pt"}
     batch = processor.tokenizer.pad({"input_ids": [list(ids) for ids in rows]}, return_attention_mask=True, **options)

@@ -12,7 +12,7 @@ For each task, the learner goes through these steps in order:
 A method that differs only in its bases overrides `plan` and nothing else.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -66,6 +66,7 @@ class NewTask:
     planned: int | None = None  # number of tasks of the stream that `run` learns
     encoder: Encoder | None = None  # encodes further images and texts; set while a task is trained
     images: PixelDataset | None = None  # the task's images; set while it is trained
+    class_texts: Mapping[str, Sequence[str]] = field(default_factory=dict)  # texts of classes in place of templates
     # Values that one hook leaves for a later one. `plan` runs in the first process only; all processes get its notes.
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -115,6 +116,7 @@ class Step:
     teacher: Callable[[], torch.Tensor]  # computes the features of the same images with the model before this task
     logit_scale: float  # tau
     queries: torch.Tensor | None = None  # (n, d), features by the untouched model. Set if the encoding needs them.
+    index: torch.Tensor | None = None  # (n,), the place of each image among the task's images
     gradient_scale: float = 1.0  # factor by which the caller multiplies the loss before a half-precision backward pass
 
 

@@ -120,9 +120,8 @@ class TaskTrainer:
         self.adapter = cast(DualModeLoraModel, state.adapter)  # None if nothing is trained
         self.encoder, self.logit_scale, self.log = encoder, logit_scale(encoder.clip), log
         self.images, self.names, self.index = images, images.images.class_names, len(state.tasks)
-        self.task = NewTask(
-            self.index, self.adapter, self.args, state.memory, planned=state.planned, encoder=encoder, images=images
-        )
+        given: dict[str, Any] = {"planned": state.planned, "class_texts": state.class_texts}
+        self.task = NewTask(self.index, self.adapter, self.args, state.memory, encoder=encoder, images=images, **given)
         self.step = state.step
         counts = np.bincount(images.labels, minlength=len(self.names)).tolist()
         rate = cast(float, self.args.learning_rate) if self.strategy.adapts else None
@@ -311,7 +310,7 @@ class TaskTrainer:
         else:
             task_loss = features.new_zeros(())  # the strategy has a loss of its own
         given = (task_loss, features, labels, text, self.old_text, encode, teacher_features, self.logit_scale)
-        return Step(*given, queries)
+        return Step(*given, queries, index)
 
     def query_features(self) -> torch.Tensor | None:
         """Return the features of all images by the untouched model, (n, d), if every step needs the same ones."""

@@ -11,6 +11,7 @@ from dulbe_peft.streams.digits import digit_tasks
 SPECS = {
     "magmax": "text",
     "lfi": "text",
+    "lfi:captions=3": "text",
     "dualprompt": "text",
     "coda_prompt": "text",
     "l2p": "text",
