@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.checks import check_labels, check_share, unit_features
 from dulbe_peft.classifiers.rule import LeftOut, Rule, linear
-from dulbe_peft.classifiers.state import Derived, State, check_shapes
+from dulbe_peft.classifiers.state import Derived, State
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.settings import check_value, field_types
 from dulbe_peft.utils.tensors import has_values
@@ -60,10 +60,6 @@ class Classifier(nn.Module):
         calibration: The records of the tasks from which the temperature and thresholds follow.
         novelty_tasks: The records of the tasks from which the novelty follows.
     """
-
-    if TYPE_CHECKING:  # every other attribute is a tensor or a setting
-
-        def __getattr__(self, name: str) -> Any: ...
 
     rule_type: ClassVar[type[Rule]]
     name: ClassVar[str] = ""
@@ -108,15 +104,14 @@ class Classifier(nn.Module):
         self._warned = False
         self._take(State(self._layouts, {name: layout.empty() for name, layout in self._layouts.items()}, []))
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name):
-            if (buffers := self.__dict__.get("_buffers")) and name in buffers:
-                return buffers[name]
-            rule = self.__dict__.get("rule")
-            if rule is not None and (name == "reads_text" or name in vars(rule)):
-                return getattr(rule, name)
-            return super().__getattr__(name)
+    def __getattr__(self, name: str) -> Any:
+        """Return a tensor or a setting."""
+        if (buffers := self.__dict__.get("_buffers")) and name in buffers:
+            return buffers[name]
+        rule = self.__dict__.get("rule")
+        if rule is not None and (name == "reads_text" or name in vars(rule)):
+            return getattr(rule, name)
+        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. Rows of unit vectors are normalised; other values of the state are checked as in files."""
@@ -808,38 +803,17 @@ class Classifier(nn.Module):
             FileNotFoundError: If the folder, the repository, its revision or a file does not exist.
             ValueError: If a file is damaged or has another format, or the two files do not belong together.
         """
-        from dulbe_peft.classifiers.saved import SOLVED, ExtraState, SavedFiles
+        from dulbe_peft.classifiers import saved
 
-        files = SavedFiles.find(cls.__name__, cls.file_names(), source, (revision, token, cache_dir))
-        config = files.config(cls.name)
-        # The shapes in the header are checked first: no memory is allocated for a tensor that does not fit.
-        shapes, solved_shapes = files.shapes()
-        width: dict[str, object] = {"embed_dim": config.embed_dim, "logit_scale": config.logit_scale}
-        try:
-            with torch.device("meta"):
-                classifier = cls(**width, **config.settings)
-            number = len(config.class_names)
-            empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-            shapes = {name: tuple(t.shape) for name, t in classifier.rule.upgraded(empty, number).items()}
-            check_shapes(classifier._layouts, shapes, number)
-            known = classifier.rule.solved_shapes(len(config.class_names))
-            if solved_shapes and solved_shapes not in known:
-                raise ValueError(f"the tensors {SOLVED!r} must have one of the shapes {known}, got {solved_shapes}")
-            state, solved, sha256 = files.tensors()
-            state = classifier.rule.upgraded(state, number)
-            extra = ExtraState(**{name: getattr(config, name) for name in ExtraState.model_fields})
-            classifier.load_state_dict({**state, EXTRA_STATE: extra.to_tensor()})
-            if config.sha256 not in (None, sha256):
-                raise ValueError(
-                    f"{files.tensors_file.name} is damaged, or it was not saved with {files.config_file.name}: the "
-                    "SHA-256 of its tensors differs"
-                )
-            if solved:
-                classifier.state.keep_derived("solved", {name: tensor.float() for name, tensor in solved.items()})
-        except (ValueError, TypeError, RuntimeError, MemoryError) as error:
-            raise ValueError(f"{cls.__name__} in {str(source)!r} cannot be loaded: {error}") from error
-        commit = files.commit
-        classifier.source = {"repo_id": str(source), "commit": commit} if commit else config.source
+        loaded = saved.read(cls.__name__, cls.rule_type, cls.file_names(), source, (revision, token, cache_dir))
+        with torch.device("meta"):
+            classifier = cls(**loaded.arguments)
+        tensors = {name: loaded.state[name].to(layout.dtype) for name, layout in classifier._layouts.items()}
+        classifier._take(State(classifier._layouts, tensors, loaded.config.class_names))
+        for name in ("calibration", "novelty_tasks", "source"):
+            setattr(classifier, name, getattr(loaded.config, name))
+        if loaded.solved:
+            classifier.state.keep_derived("solved", {name: tensor.float() for name, tensor in loaded.solved.items()})
         return classifier.eval()
 
     def push_to_hub(self, repo_id: str, *, commit_message: str | None = None, **options: Any) -> Any:

@@ -1,15 +1,16 @@
 """What a classifier saves: `<stem>_config.json`, `<stem>.safetensors`, and the extra state of a state dict."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from dulbe_peft.classifiers.calibration import TaskNovelty, TaskTemperature
+from dulbe_peft.classifiers.rule import Rule
+from dulbe_peft.classifiers.state import State, check_shapes
 from dulbe_peft.utils import hub
 from dulbe_peft.utils.records import Record, first_problem, read_record, write_record
 from dulbe_peft.utils.tensors import read_tensors, tensor_shapes, tensors_digest, write_tensors
@@ -65,42 +66,57 @@ def write(
     write_record(config_file, config.model_copy(update={"sha256": tensors_digest(both)}))
 
 
-@dataclass(frozen=True)
-class SavedFiles:
-    """The two files of a saved classifier, and the commit on the Hub that they were downloaded from, or None."""
+class Loaded(NamedTuple):
+    """The contents of the two files, checked: the arguments of the constructor, and what is set afterwards."""
 
-    config_file: Path
-    tensors_file: Path
-    commit: str | None
+    arguments: dict[str, Any]
+    state: State
+    solved: dict[str, Tensor]
+    config: SavedClassifier
 
-    @classmethod
-    def find(
-        cls, owner: str, files: tuple[str, str], source: str | Path, options: tuple[str | None, ...]
-    ) -> "SavedFiles":
-        """Find the files in a folder or download them; `options` are revision, token and folder for downloads."""
-        folder, commit = Path(source), None
-        if not folder.is_dir():
-            folder, commit = hub.fetch(source, files, *options)
-        config_file, tensors_file = (folder / name for name in files)
-        if not config_file.is_file():
-            raise FileNotFoundError(f"{config_file} does not exist: {folder} contains no saved {owner}")
-        return cls(config_file, tensors_file, commit)
 
-    def config(self, name: str) -> SavedClassifier:
-        """Read the configuration, and check the name of the classifier."""
-        config = read_record(self.config_file, SavedClassifier)
-        if config.name != name:
-            raise ValueError(f"{self.config_file} contains a classifier {config.name!r}, expected {name!r}")
-        return config
+def read(
+    owner: str, kind: type[Rule], files: tuple[str, str], source: str | Path, options: tuple[str | None, ...]
+) -> Loaded:
+    """Read the files of a classifier with a rule of this `kind` in a folder, or download them; see `from_pretrained`.
 
-    def shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-        """Return the shapes of the tensors and of the solved tensors, without reading them."""
-        return _parted(tensor_shapes(self.tensors_file))
-
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
-        """Return the tensors, the solved tensors, and their digest."""
-        tensors = read_tensors(self.tensors_file)[0]
-        return *_parted(tensors), tensors_digest(tensors)
+    `owner` is what errors call the classifier; `options` are revision, token and folder for downloads.
+    """
+    folder, commit = Path(source), None
+    if not folder.is_dir():
+        folder, commit = hub.fetch(source, files, *options)
+    config_file, tensors_file = (folder / name for name in files)
+    if not config_file.is_file():
+        raise FileNotFoundError(f"{config_file} does not exist: {folder} contains no saved {owner}")
+    config = read_record(config_file, SavedClassifier)
+    if config.name != kind.name:
+        raise ValueError(f"{config_file} contains a classifier {config.name!r}, expected {kind.name!r}")
+    arguments: dict[str, Any] = {"embed_dim": config.embed_dim, "logit_scale": config.logit_scale, **config.settings}
+    number = len(config.class_names)
+    # The shapes in the header are checked first: no memory is allocated for a tensor that does not fit.
+    shapes, solved_shapes = _parted(tensor_shapes(tensors_file))
+    try:
+        with torch.device("meta"):
+            rule = kind(**arguments)
+            layouts = rule.layouts()
+            empty = {name: torch.empty(shape) for name, shape in shapes.items()}
+        check_shapes(layouts, {name: tuple(t.shape) for name, t in rule.upgraded(empty, number).items()}, number)
+        if solved_shapes and solved_shapes not in (known := rule.solved_shapes(number)):
+            raise ValueError(f"the tensors {SOLVED!r} must have one of the shapes {known}, got {solved_shapes}")
+        contents = read_tensors(tensors_file)[0]
+        tensors, solved = _parted(contents)
+        state = State(layouts, rule.upgraded(tensors, number), config.class_names)
+        state.check()
+        rule.check(state)
+    except (ValueError, TypeError, RuntimeError, MemoryError) as error:
+        raise ValueError(f"{owner} in {str(source)!r} cannot be loaded: {error}") from error
+    if config.sha256 not in (None, tensors_digest(contents)):
+        raise ValueError(
+            f"{owner} in {str(source)!r} cannot be loaded: {tensors_file.name} is damaged, or it was not saved with "
+            f"{config_file.name}: the SHA-256 of its tensors differs"
+        )
+    origin = {"repo_id": str(source), "commit": commit} if commit else config.source
+    return Loaded(arguments, state, solved, config.model_copy(update={"source": origin}))
 
 
 def _parted(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:

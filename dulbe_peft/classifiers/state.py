@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -85,10 +85,6 @@ class State(Mapping[str, Tensor]):
         class_names: All seen classes, in the order in which they were learned.
     """
 
-    if TYPE_CHECKING:  # every other attribute is a tensor
-
-        def __getattr__(self, name: str) -> Tensor: ...
-
     def __init__(
         self,
         layouts: Mapping[str, Layout],
@@ -99,12 +95,10 @@ class State(Mapping[str, Tensor]):
         self.layouts, self._tensors, self.class_names = layouts, tensors, class_names
         self._derived: dict[str, Derived] = {} if derived is None else derived
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name):
-            if name.startswith("_") or name not in self._tensors:
-                raise AttributeError(f"there is no tensor {name!r}")
-            return self._tensors[name]
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("_") or name not in self._tensors:
+            raise AttributeError(f"there is no tensor {name!r}")
+        return self._tensors[name]
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
