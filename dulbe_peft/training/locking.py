@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
 from types import MappingProxyType
@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.settings import check_number
-from dulbe_peft.utils.torch_settings import default_torch_settings, evaluating
+from dulbe_peft.utils.torch_settings import default_torch_settings, evaluating, generators
 
 _CHANGING = ("learn_task", "update_classes", "forget_class", "forget_images", "rename_class", "merge", "use_state")
 
@@ -33,7 +33,9 @@ class Turns:
             RuntimeError: If the call is inside another one, for example made by its data set, and one of the two
                 changes the learner.
         """
-        with self.lock, default_torch_settings(), evaluating(state.model), ExitStack() as scaled:
+        # One learner may read the predictions of another, so whoever trains waits before it has a learner's lock.
+        first = generators if name == "learn_task" else nullcontext()
+        with first, self.lock, default_torch_settings(), evaluating(state.model), ExitStack() as scaled:
             outer = self.call
             if outer and (name in _CHANGING or outer in _CHANGING):
                 raise RuntimeError(

@@ -2,9 +2,9 @@
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,40 +23,47 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-_one_thread = threading.RLock()
-_depth = [0]  # how many blocks of `one_thread` the thread that holds the lock is in
+T = TypeVar("T")
+
+_default_threads = threading.Lock()  # held while the number that new Python threads take is changed and set back
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch use one thread while the block runs. Blocks of different Python threads run one after the other.
+    """Let torch use one thread in the block, in this Python thread alone. Blocks of other Python threads may overlap.
 
-    With small products, further threads only spin and wait, which takes many times as long if the cores are busy. The
-    number holds for the process, and products round by it.
+    With small products, further threads only spin and wait, which takes many times as long if the cores are busy.
+    Products round by the number.
     """
-    with _one_thread:
-        _depth[0] += 1
-        try:
-            if _depth[0] > 1:
-                yield
-                return
-            before = _threads_of_process()
-            torch.set_num_threads(1)
-            try:
-                yield
-            finally:
-                torch.set_num_threads(before)
-        finally:
-            _depth[0] -= 1
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    _use_threads(1)
+    try:
+        yield
+    finally:
+        _use_threads(before)
 
 
-def _threads_of_process() -> int:
-    """Return how many threads torch uses in a new Python thread. One that began during a block keeps one thread."""
-    found = list[int]()
-    asking = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-    asking.start()
-    asking.join()
-    return found[0]
+def _use_threads(number: int) -> None:
+    """Let torch use this number of threads in this Python thread.
+
+    `torch.set_num_threads` also sets the number that each new Python thread takes. Another thread sets that one back.
+    """
+
+    with _default_threads:
+        default = _in_new_thread(torch.get_num_threads)
+        torch.set_num_threads(number)
+        _in_new_thread(lambda: torch.set_num_threads(default))
+
+
+def _in_new_thread(call: Callable[[], T]) -> T:
+    results = list[T]()
+    thread = threading.Thread(target=lambda: results.append(call()))
+    thread.start()
+    thread.join()
+    return results[0]
 
 
 def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[object]:
@@ -117,17 +124,23 @@ def float32_by_default() -> Iterator[None]:
                 torch.set_default_dtype(_dtype[1])
 
 
+generators = threading.RLock()  # taken before the lock of a learner that is to train
+
+
 @contextmanager
 def seeded_randomness(*entropy: int) -> Iterator[None]:
-    """Seed Python, NumPy and torch while the block runs, so that a resumed task draws the same augmentations."""
-    python, array = random.getstate(), np.random.get_state()
+    """Seed Python, NumPy and torch while the block runs, so that a resumed task draws the same augmentations.
+
+    All threads share the generators, so blocks of different threads run one after the other.
+    """
     seeds = [int(seed) for seed in np.random.SeedSequence(entropy).generate_state(3)]
-    try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
+    with generators, torch.random.fork_rng(range(torch.cuda.device_count())):
+        python, array = random.getstate(), np.random.get_state()
+        try:
             random.seed(seeds[0])
             np.random.seed(seeds[1])
             torch.manual_seed(seeds[2])
             yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(array)
+        finally:
+            random.setstate(python)
+            np.random.set_state(array)

@@ -89,12 +89,11 @@ def test_missing_text_embeddings_are_refused_where_needed(name):
         classifier.set_text_embeds(digits.texts.flip(0))
         torch.testing.assert_close(classifier.text_embeds, F.normalize(digits.texts.flip(0), dim=1))
     else:
-        if make_classifier(name, DIM).reads_text:  # texts are optional
-            classifier = learned(name, text=False, per_class=6)
-            assert not classifier.text_embeds.any() and learned(name).text_embeds.any()
+        classifier, told = learned(name, text=False, per_class=6), learned(name, per_class=6)
+        if classifier.reads_text:  # texts are optional
+            assert not classifier.text_embeds.any() and told.text_embeds.any()
             return
-        classifier = learned(name, text=False)
-        assert torch.equal(classifier(digits.tests), learned(name)(digits.tests))
+        assert torch.equal(classifier(digits.tests), told(digits.tests))
         with pytest.raises(ValueError, match=f"'{name}' classifier has no text"):
             classifier.set_text_embeds(digits.texts)
 
@@ -271,9 +270,9 @@ def test_specs_make_classifiers_or_are_refused():
 
 @pytest.mark.parametrize("name", ["proof", "clap4clip", "clg_cbm", "slca", "rapf", "visual_agent", "bofa"])
 def test_float64_classifier_learns_further_tasks(name):
-    classifier = make_classifier(name, DIM, SCALE).double()
+    classifier = make_classifier(SPECS[name], DIM, SCALE).double()
     for number in range(2):
         classes = [2 * number, 2 * number + 1]
         names = ["abcd"[label] for label in classes]
-        classifier.add_classes(names, *task(classes), digits.texts[: 2 * number + 2])
+        classifier.add_classes(names, *task(classes, 9), digits.texts[: 2 * number + 2])
     assert classifier(digits.tests).shape == (len(digits.tests), 4)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from taught import NAMED, SPECS
 
 from dulbe_peft.classifiers import make_classifier
-from dulbe_peft.classifiers.registry import CLASSIFIERS
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def data(classes, seed):
 
 
 def taught(name):
-    classifier = make_classifier(name, 16, 10.0)
+    classifier = make_classifier(SPECS[name], 16, 10.0)
     texts, labels, noise = data(6, seed=1)
     images = texts[labels] + noise
     early, old = labels < 3, texts if classifier.reads_text else None
@@ -34,7 +34,7 @@ def taught(name):
     return classifier, classifier(images), classifier.probabilities(images)
 
 
-@pytest.mark.parametrize("name", sorted(CLASSIFIERS))
+@pytest.mark.parametrize("name", NAMED)
 def test_float64_by_default_changes_no_answer_of_a_classifier(name, restored):
     expected, scores, shares = taught(name)
     torch.set_default_dtype(torch.float64)

@@ -55,6 +55,31 @@ def test_saving_or_copying_waits_until_a_task_is_learned(tmp_path, name):
     assert content(tmp_path / "taken") == content(tmp_path / "later")
 
 
+def test_training_waits_for_that_of_another_learner_but_predicting_does_not():
+    """Trainings share the generators of the process. The data set of one may ask a learner that is to be trained."""
+    teacher, pupil, order = learned(tiny_learner(), 1), tiny_learner(), []
+
+    def train():
+        learned(teacher, 1, first=1)
+        order.append("teacher")
+
+    def call():
+        if torch.initial_seed() and other.ident is None:  # not while the images are checked, before the training
+            other.start()
+            other.join(0.3)
+            order.append(teacher.predict(images_of(0, seed=0)))
+
+    def teach():
+        pupil.learn_task(Calling(images_of(0, 1, 0, 1), call), ["a", "b"])
+        order.append("pupil")
+
+    other, first = threading.Thread(target=train, daemon=True), threading.Thread(target=teach, daemon=True)
+    first.start()
+    for thread in (first, other):
+        thread.join(60)
+    assert order == [["a0"], "pupil", "teacher"]
+
+
 def test_scaled_affects_only_its_thread_and_asyncio_task():
     learner, image = learned(tiny_learner(), 1), images_of(0, seed=7)[0][0]
     unscaled, features = learner.image_embeds(image), {}

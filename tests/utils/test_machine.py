@@ -2,9 +2,11 @@
 
 import gc
 import os
+import random
 import sys
 from threading import Barrier, Event, Thread
 
+import numpy as np
 import pytest
 import torch
 from lives import images_of, tiny_learner
@@ -12,7 +14,7 @@ from lives import images_of, tiny_learner
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.encoders import pixels
 from dulbe_peft.utils.extras import garbage_collection_off
-from dulbe_peft.utils.torch_settings import one_thread
+from dulbe_peft.utils.torch_settings import one_thread, seeded_randomness
 from dulbe_peft.utils.workers import number_of_jobs
 
 
@@ -32,33 +34,52 @@ def test_classifiers_use_one_thread_and_restore_the_thread_count(monkeypatch):
     assert set(threads) == {1} and torch.get_num_threads() == 2
 
 
-def test_blocks_of_two_python_threads_leave_the_thread_count_as_it_was():
+def test_blocks_of_python_threads_run_at_once_and_change_no_other_thread():
     torch.set_num_threads(2)
-    inside, entered, threads, after = Barrier(2), Event(), [], []
+    both, left, inside, outside = Barrier(2, timeout=20), Event(), [], []
 
     def first():
         with one_thread():
-            inside.wait(20)
-            entered.wait(0.2)  # long enough for the other thread to enter its block, if it may
-            threads.append(torch.get_num_threads())
-        after.append(torch.get_num_threads())
+            both.wait()
+            both.wait()
+            inside.append(torch.get_num_threads())
+        outside.append(torch.get_num_threads())
+        left.set()
 
-    def second():  # its first call of torch is made while the block of the first thread runs
-        inside.wait(20)
-        threads.append(torch.get_num_threads())
+    def second():  # its first call of torch is made while the block of the first thread runs, and its block ends later
+        both.wait()
+        outside.append(torch.get_num_threads())
         with one_thread():
-            entered.set()
-            threads.append(torch.get_num_threads())
-        after.append(torch.get_num_threads())
+            both.wait()
+            assert left.wait(20)
+            with one_thread():
+                inside.append(torch.get_num_threads())
+            inside.append(torch.get_num_threads())
+        outside.append(torch.get_num_threads())
 
     for part in (running := [Thread(target=first), Thread(target=second)]):
         part.start()
     for part in running:
         part.join()
-    later = Thread(target=lambda: after.append(torch.get_num_threads()))
+    later = Thread(target=lambda: outside.append(torch.get_num_threads()))
     later.start()
     later.join()
-    assert threads == [1, 1, 1] and after == [2, 2, 2] and torch.get_num_threads() == 2
+    assert inside == [1, 1, 1] and outside == [2, 2, 2, 2] and torch.get_num_threads() == 2
+
+
+def test_seeded_blocks_of_two_python_threads_draw_the_same_numbers_as_alone():
+    def draw(seed, before=lambda: None):
+        with seeded_randomness(seed):
+            before()
+            drawn[seed] = random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    drawn, done, start = {}, Event(), (random.getstate(), torch.get_rng_state())
+    draw(1), draw(2)
+    alone, drawn, second = drawn, {}, Thread(target=draw, args=(2, lambda: done.wait(20)))
+    draw(1, lambda: second.start() or second.join(0.2))
+    done.set()
+    second.join()
+    assert drawn == alone and random.getstate() == start[0] and torch.equal(torch.get_rng_state(), start[1])
 
 
 def test_jobs_are_limited_to_the_number_of_cores(monkeypatch):
