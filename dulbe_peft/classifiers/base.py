@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.checks import check_labels, check_share, unit_features
+from dulbe_peft.classifiers.groups import check_groups, ranking
 from dulbe_peft.classifiers.rule import LeftOut, Rule, linear
-from dulbe_peft.classifiers.state import Derived, State
+from dulbe_peft.classifiers.state import Derived, State, check_shapes
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.settings import check_value, field_types
 from dulbe_peft.utils.tensors import has_values
@@ -326,9 +327,7 @@ class Classifier(nn.Module):
                 self.install(self.rule.followed(self.state, matrix))
 
     def _groups(self, groups: Groups | None, labels: Tensor) -> Tensor | None:
-        """Check the groups of the images; warn of classes that lie in one group alone, if all classes do not."""
-        from dulbe_peft.classifiers.groups import check_groups
-
+        """Check the groups of the images, and put their numbers on the device of the labels."""
         numbers = check_groups(groups, len(labels))
         return None if numbers is None else numbers.to(labels.device)
 
@@ -389,14 +388,18 @@ class Classifier(nn.Module):
             number = views.shape[1]
             each = self._unit(views.flatten(0, 1), "views", len(labels) * number)
             changes = {**changes, **self.rule.added_views(state, each, labels, new, number)}
-        return state.replaced(changes, [*self._class_names, *new])
+        state = state.replaced(changes, [*self._class_names, *new])
+        try:
+            check_shapes(self._layouts, {name: tuple(tensor.shape) for name, tensor in state.items()}, state.classes)
+        except ValueError as error:
+            raise ValueError(f"{self.rule_type.__name__} returns tensors that it does not lay out: {error}") from None
+        return state
 
     def _held_out_choices(
         self, start: State, images: Tensor, labels: Tensor, new: list[str], groups: Tensor | None
     ) -> tuple[dict[str, Tensor], LeftOut | None]:
         """Hold out images of the new task; return what the rule chooses on them, and their scores and labels."""
         from dulbe_peft.classifiers.calibration import hold_back
-        from dulbe_peft.classifiers.groups import ranking
 
         held, classes = hold_back(images, labels, groups), len(self._class_names) + len(new)
         if type(self.rule).judged is not Rule.judged or not held.any() or classes < 2:
@@ -409,7 +412,7 @@ class Classifier(nn.Module):
         rows = held.nonzero()[:, 0]
         if (step := len(rows) * classes // MOST_SCORES + 1) > 1:
             rows = rows[ranking(images[rows]).argsort()][::step]
-        scores = self.rule.scores(state.replaced(choices), images[rows])
+        scores = self._scores(state.replaced(choices), images[rows])
         return choices, LeftOut(scores, labels[rows], None if groups is None else groups[rows])
 
     def _adopt(
@@ -454,7 +457,13 @@ class Classifier(nn.Module):
 
     def logits(self, images: Tensor) -> Tensor:
         """Return the logits, (n, C) in float32, of unit features, (n, d) in float32, without checks."""
-        return self.rule.scores(self.state, images)
+        return self._scores(self.state, images)
+
+    def _scores(self, state: State, images: Tensor) -> Tensor:
+        scores = self.rule.scores(state, images)
+        if has_values() and scores.shape != (expected := (len(images), state.classes)):
+            raise ValueError(f"the scores of {self.rule_type.__name__} must be {expected}, got {tuple(scores.shape)}")
+        return scores
 
     def left_out(self, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor | None:
         """Return the logits of learned images without their groups, or None; see `Rule.left_out`."""

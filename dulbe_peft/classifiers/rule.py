@@ -26,6 +26,7 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from dulbe_peft.classifiers.checks import random_features, same_scores
+from dulbe_peft.classifiers.groups import rows_by_group
 from dulbe_peft.classifiers.state import Layout, State, per_class
 from dulbe_peft.utils.settings import LEAST, check_settings, documented, setting
 
@@ -227,8 +228,6 @@ class Rule:
     ) -> Tensor:
         """Return the `scores`, by default those of the rule, by the states of `without_group`, group by group."""
         found = torch.zeros(len(images), state.classes, device=images.device)
-        from dulbe_peft.classifiers.groups import rows_by_group
-
         for rows in rows_by_group(groups):
             rest = self.without_group(state, images[rows], labels[rows])
             found[rows] = (scores or self.scores)(rest, images[rows].float()).to(found)

@@ -239,6 +239,19 @@ def test_invalid_classifier_classes_are_not_registered(page):
     assert {*NAMED, "median"} == set(CLASSIFIERS)
 
 
+def test_tensors_and_scores_of_a_wrong_shape_are_refused(page):
+    base = page["MedianRule"]
+    for name, function, message in (
+        ("added", lambda *_: {}, r"R returns tensors that it does not lay out: medians must be \(2, 64\)"),
+        ("added", lambda rule, state, images, *_: {"medians": images}, r"medians must be .* got \(120, 64\)"),
+        ("scores", lambda rule, state, images: images[:, :1], r"the scores of R must be \(24, 2\), got \(24, 1\)"),
+    ):
+        classifier = classifier_of(dataclass(frozen=True)(type("R", (base,), {name: function})))(DIM)
+        with pytest.raises(ValueError, match=message):
+            classifier.add_classes(["a", "b"], *task([0, 1]))
+        assert not classifier.class_names
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_help_of_a_classifier_names_every_setting_once(name):
     cls = CLASSIFIERS[name]
