@@ -293,6 +293,9 @@ class BayesRule(ClassSums):
         choice: tuple[float, float, int, float] = state.derived("choice", lambda: self._choose(state))
         return choice
 
+    def settled(self, state: State) -> dict[str, object]:
+        return {"choice": self.choice(state), "temperature": self._temperature(state)}
+
     def _choose(self, state: State) -> tuple[float, float, int, float]:
         usual, omega = self._usual_kappa(state), self._omega(state)
         if not float(state.judged[0]):

@@ -183,6 +183,10 @@ class Rule:
         """Return the possible shapes of `solved` for a number of classes."""
         return []
 
+    def settled(self, state: State) -> dict[str, object]:
+        """Return the derived values that stay the same if learned images are left out, such as chosen settings."""
+        return {}
+
     def chosen(self, state: State, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Choose values of tensors on held-out images of new classes, which `state` has not learned.
 

@@ -224,8 +224,10 @@ def refitted(
 
 
 def scores_with(classifier: Classifier, sums: Sums, images: Tensor) -> Tensor:
-    """Return the scores, (n, C), of unit features by a copy of the classifier with other sums of the same classes."""
+    """Return the scores, (n, C), of unit features by a copy of the classifier with other sums and the same settings."""
     state = classifier.state
     changes = {"sums": sums.means * sums.counts[:, None], "counts": sums.counts, "scatter": sums.scatter}
-    state = state.replaced(changes | {"freedom": torch.full_like(state.freedom, sums.freedom)})
-    return classifier.rule.scores(state, images.float().to(state.device)).cpu().float()
+    left = state.replaced(changes | {"freedom": torch.full_like(state.freedom, sums.freedom)})
+    for name, value in classifier.rule.settled(state).items():
+        left.keep_derived(name, value)
+    return classifier.rule.scores(left, images.float().to(state.device)).cpu().float()
