@@ -241,6 +241,13 @@ class DualModeLinear(DualModeLayer):
         self.dulbe_history_P[adapter], self.dulbe_history_B[adapter] = down.contiguous(), up.contiguous()
 
     @torch.no_grad()
+    def drop_empty_history(self, adapter: str) -> None:
+        """Remove a history that consists of zeros, which a new adapter has if its configuration is of a saved one."""
+        down, up = self.dulbe_history_P[adapter], self.dulbe_history_B[adapter]
+        if not up.any() and not down.any():
+            self.set_history(adapter, down[:, :0], up[:, :0])
+
+    @torch.no_grad()
     def install_bases(self, adapter: str, shared: torch.Tensor, residual: torch.Tensor) -> None:
         """Set the current, frozen bases to P = [P_S P_R], (d_in, r_S) and (d_in, r_R), and set B = 0."""
         self.dulbe_P[adapter] = torch.cat([shared, residual], dim=1).to(self.dulbe_P[adapter]).contiguous()

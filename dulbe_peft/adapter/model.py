@@ -234,7 +234,7 @@ class DualModeLoraModel(BaseTuner):
     def has_history(self) -> bool:
         """Whether a task was folded, or is trained and will be folded when the next one begins."""
         adapter, layers = self.adapter_name, self.dual_mode_layers().values()
-        return any(layer.history_rank(adapter) != 0 or layer.is_trained(adapter) for layer in layers)
+        return any(layer.history(adapter)[1].any() or layer.is_trained(adapter) for layer in layers)
 
     def begin_task(
         self,
@@ -263,6 +263,8 @@ class DualModeLoraModel(BaseTuner):
         """
         adapter, layers = self.adapter_name, self.dual_mode_layers()
         self._check_between_tasks()
+        for layer in layers.values():
+            layer.drop_empty_history(adapter)
         if not any(p.requires_grad for both in (self.shared_parameters(), self.residual_parameters()) for p in both):
             raise ValueError(
                 f"no parameter of the adapter {adapter!r} is trainable: load it with is_trainable=True, or call "

@@ -20,6 +20,9 @@ _TOWER_SETTINGS = [
     *("eos_token_id", "pad_token_id", "is_causal"),
 ]
 _PROJECTIONS = ("visual_projection", "text_projection")
+# Other parts with a digest of their own, as their names contain it, and what messages call them.
+_PARTS = {"token_embedding.": "token_embeddings", "word_embeddings.": "token_embeddings"}
+_PARTS |= {"vision_model.head.": "pooling_head", "text_model.head.": "text_projection"}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -77,7 +80,7 @@ def base_digests(model: nn.Module) -> dict[str, str]:
     """Return digests of 256 pristine values of the weights of each tower, as bfloat16 and as float16.
 
     These are the weights of the blocks and of the patch embedding; position embeddings depend on the resolution. The
-    projections have digests of their own, because a tower that stands alone has none.
+    projections, token embeddings and pooling heads have digests of their own, because not every model has them.
 
     Keys look like "vision bfloat16"; "vision shapes" is a digest of names and shapes. A dtype is left out if the
     weights were already rounded to a different half-precision type. If any weight is quantised or offloaded, the
@@ -87,13 +90,13 @@ def base_digests(model: nn.Module) -> dict[str, str]:
     for key, tensor in model.state_dict().items():
         name = key.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
         parts = name.split(".")
-        projection = parts[0] in _PROJECTIONS
-        in_block = any(part.isdigit() for part in parts) or "patch_embed" in name
-        if PREFIX in name or ".modules_to_save." in name or not (in_block or projection):
+        part = parts[0] if parts[0] in _PROJECTIONS else next((p for key, p in _PARTS.items() if key in name), None)
+        in_block = any(each.isdigit() for each in parts) or "patch_embed" in name
+        if PREFIX in name or ".modules_to_save." in name or not (in_block or part):
             continue
         if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.dtype not in _FLOATS:
             return {}
-        tower = parts[0] if projection else "text" if in_text_tower(name) else "vision"
+        tower = part or ("text" if in_text_tower(name) else "vision")
         towers.setdefault(tower, {})[name.removeprefix("vision_model.")] = tensor
     digests = {}
     for tower, weights in towers.items():
@@ -135,7 +138,7 @@ def warn_of_another_base(config: Any, model: nn.Module) -> None:
     digests = base_digests(model) if config.base_digests else {}
     other_weights = [key.split() for key in differing(config.base_digests, digests)]
     if any(
-        what == "shapes" and tower not in _PROJECTIONS for tower, what in other_weights
+        what == "shapes" and tower in ("vision", "text") for tower, what in other_weights
     ):  # different shapes raise an error when loaded
         return
     settings = base_settings(model)
@@ -147,7 +150,7 @@ def warn_of_another_base(config: Any, model: nn.Module) -> None:
             f"{describe_origin(config, model)}. Predictions will be wrong",
             stacklevel=4,
         )
-    if towers := sorted({tower if tower in _PROJECTIONS else f"{tower} tower" for tower, _ in other_weights}):
+    if towers := sorted({f"{tower} tower" if tower in ("vision", "text") else tower for tower, _ in other_weights}):
         warnings.warn(
             f"the adapter was made on a base model with other weights in the {' and the '.join(towers)}: "
             f"{describe_origin(config, model)}. Its update does not fit other weights, so predictions will be wrong",

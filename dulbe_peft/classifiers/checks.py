@@ -29,6 +29,11 @@ def unit_features(features: object, name: str, width: int, rows: int | None, dev
     """
     if not torch.compiler.is_compiling():  # a graph has its devices already
         check_default_device()
+    if torch.device(device).type == "meta":
+        raise ValueError(
+            "the classifier is on the device 'meta', whose tensors have no values: make it while torch's default "
+            "device is 'cpu'"
+        )
     if isinstance(features, np.ndarray) and features.dtype.kind in "fiub":
         features = torch.tensor(features)
     if not isinstance(features, Tensor) or not features.is_floating_point():

@@ -5,8 +5,9 @@ becomes part of the encoder's key.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -15,10 +16,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.encoders.loading import embed_dim, encoder_of, unit_image_embeds, unit_text_embeds
 from dulbe_peft.utils.tensors import tensors_digest
+
+Hook = Callable[..., Any]
 
 
 class Encoding:
@@ -71,7 +75,7 @@ class Unprojected(Encoding):
 
     def image_embeds(self, clip: Any, pixels: torch.Tensor, queries: torch.Tensor | None) -> torch.Tensor:
         read: list[torch.Tensor] = []
-        with hooked(projection_of(clip).register_forward_pre_hook(lambda _, given: read.append(given[0]))):
+        with hooked((projection_of(clip).register_forward_pre_hook, lambda _, given: read.append(given[0]))):
             unit_image_embeds(clip, pixels)
         return F.normalize(read[0].float(), dim=-1)
 
@@ -123,10 +127,22 @@ def vision_modules(clip: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+_running: ContextVar[frozenset[object]] = ContextVar("running", default=frozenset())  # the blocks of `hooked`
+
+
 @contextmanager
-def hooked(*handles: Any) -> Iterator[None]:
-    """Remove the hooks with these handles after the block, also if it raises."""
+def hooked(*hooks: tuple[Callable[[Hook], RemovableHandle], Hook]) -> Iterator[None]:
+    """Call hooks while the block runs. Each one comes after the method of a module that registers it.
+
+    Other threads and asyncio tasks that use the model are not affected.
+    """
+    block = object()
+
+    def here(hook: Hook) -> Hook:
+        return lambda *given: hook(*given) if block in _running.get() else None
+
     with ExitStack() as stack:
-        for handle in handles:
-            stack.callback(handle.remove)
+        stack.callback(_running.reset, _running.set(_running.get() | {block}))
+        for register, hook in hooks:
+            stack.callback(register(here(hook)).remove)
         yield

@@ -43,7 +43,7 @@ def beside_mlps(modules: Sequence[nn.Module], update: Callable[[int, Tensor], Te
     def hook_of(block: int) -> Callable[..., Tensor]:
         return lambda _, given, result: result + update(block, given[0]).to(result.dtype)
 
-    with hooked(*(module.register_forward_hook(hook_of(block)) for block, module in enumerate(modules))):
+    with hooked(*((module.register_forward_hook, hook_of(block)) for block, module in enumerate(modules))):
         yield
 
 

@@ -55,12 +55,12 @@ def inserted(clip: Any, tokens: Tensor, pooled: bool) -> Iterator[None]:
     def keep(_: nn.Module, __: object, result: Any) -> None:
         outputs[:] = [result.last_hidden_state[:, 1 : 1 + count]]
 
-    handles = [tower.embeddings.register_forward_hook(insert)]
+    hooks: list[Any] = [(tower.embeddings.register_forward_hook, insert)]
     if pooled:
-        handles.append(tower.encoder.register_forward_hook(keep))
-        handles.append(tower.post_layernorm.register_forward_pre_hook(lambda *_: (outputs[0],)))
-        handles.append(tower.post_layernorm.register_forward_hook(lambda *given: given[-1].mean(dim=1)))
-    with hooked(*handles):
+        hooks.append((tower.encoder.register_forward_hook, keep))
+        hooks.append((tower.post_layernorm.register_forward_pre_hook, lambda *_: (outputs[0],)))
+        hooks.append((tower.post_layernorm.register_forward_hook, lambda *given: given[-1].mean(dim=1)))
+    with hooked(*hooks):
         yield
 
 

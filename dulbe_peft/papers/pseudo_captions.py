@@ -138,7 +138,7 @@ class Captions:
             return output.scatter(1, at[:, :, None].expand_as(vectors), vectors.to(output))
 
         tokens = {name: each[self.labels[rows]] for name, each in self.tokens.items()}
-        with hooked(token_embedding(self.encoder.clip).register_forward_hook(replaced)), self.encoder.autocast():
+        with hooked((token_embedding(self.encoder.clip).register_forward_hook, replaced)), self.encoder.autocast():
             return unit_text_embeds(self.encoder.clip, tokens)
 
     def trained(self, features: Tensor, tau: float, pairs: Pairs | None, generator: torch.Generator) -> "Captions":

@@ -60,9 +60,9 @@ def outputs(clip: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
 
         return hook
 
-    handles = [projection_of(clip).register_forward_pre_hook(lambda _, given: read.append(given[0]))]
-    handles += [block.register_forward_hook(keep(level)) for level, block in enumerate(levels_of(clip))]
-    with hooked(*handles):
+    hooks: list[Any] = [(projection_of(clip).register_forward_pre_hook, lambda _, given: read.append(given[0]))]
+    hooks += [(block.register_forward_hook, keep(level)) for level, block in enumerate(levels_of(clip))]
+    with hooked(*hooks):
         unit_image_embeds(clip, pixels)
     return read[0].float(), torch.cat([tokens[level] for level in sorted(tokens)], dim=1).float()
 

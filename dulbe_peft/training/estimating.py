@@ -224,7 +224,7 @@ def refitted(
 
 
 def scores_with(classifier: Classifier, sums: Sums, images: Tensor) -> Tensor:
-    """Return the scores, (n, C), of unit features by a copy of the classifier with other sums and the same settings."""
+    """Return the scores, (n, C), of unit features by a copy of the classifier with other sums, but its settings."""
     state = classifier.state
     changes = {"sums": sums.means * sums.counts[:, None], "counts": sums.counts, "scatter": sums.scatter}
     left = state.replaced(changes | {"freedom": torch.full_like(state.freedom, sums.freedom)})

@@ -21,6 +21,7 @@ from dulbe_peft.encoders import loading
 from dulbe_peft.encoders.encoding import Encoding, encoding_of
 from dulbe_peft.strategies.base import Memory, Strategy
 from dulbe_peft.utils.records import Fraction, Record
+from dulbe_peft.utils.tensors import identity
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,14 @@ class LearnerState:
     known: KnownImages = field(default_factory=KnownImages)
     estimates: Estimates = field(default_factory=Estimates)
     planned: int | None = None
+    # The encoding, after a key of all that it depends on, and the tensors of the memory, whose ids stay unique.
+    _encoding: tuple[object, tuple[torch.Tensor, ...], Encoding | None] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the cached encoding, which is made again."""
+        return {**vars(self), "_encoding": None}
 
     @property
     def classifier(self) -> Classifier:
@@ -187,13 +196,17 @@ class LearnerState:
     @property
     def encoding(self) -> Encoding | None:
         """How images and texts are encoded; None: as the model does."""
-        by, asked = self.strategy.encoding(self.memory), encoding_of(self.args)
-        if by is not None and asked is not None:
-            raise ValueError(
-                f"features is {self.args.features!r}, but the strategy {self.strategy.name!r} defines the features: "
-                "leave features out"
-            )
-        return by or asked
+        memory = tuple((self.memory or {}).values())
+        key = self.strategy, self.args.features, tuple(self.memory or {}), identity(memory)
+        if self._encoding is None or self._encoding[0] != key:  # its digest takes as long as reading all tensors
+            by, asked = self.strategy.encoding(self.memory), encoding_of(self.args)
+            if by is not None and asked is not None:
+                raise ValueError(
+                    f"features is {self.args.features!r}, but the strategy {self.strategy.name!r} defines the "
+                    "features: leave features out"
+                )
+            self._encoding = key, memory, by or asked
+        return self._encoding[2]
 
     @property
     def embed_dim(self) -> int:

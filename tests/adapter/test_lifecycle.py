@@ -11,6 +11,7 @@ import torch
 from adapted_clip import CONFIG, IDS, PIXELS, image_features, learned, outputs, random_modes, randomise
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from tiny_encoders import make_model
 from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -28,6 +29,7 @@ from dulbe_peft import (
     route_gradients,
     routed_loss,
 )
+from dulbe_peft.adapter.saved import base_digests
 from dulbe_peft.encoders.loading import pixel_values
 
 LABELS = torch.tensor([0, 1, 0])
@@ -343,15 +345,38 @@ def test_expression_that_names_text_layers_without_text_rank_warns(tiny_clip):
         adapted(tiny_clip(), target_modules=r".*k_proj", text_rank=0)
 
 
-@pytest.mark.parametrize("name", ["visual_projection", "text_projection"])
-def test_other_projection_is_another_base_model(model, tiny_clip, tmp_path, name):
+@pytest.mark.parametrize("name", ["visual_projection", "text_projection", "token_embeddings"])
+def test_other_projection_or_token_embeddings_are_another_base_model(model, tiny_clip, tmp_path, name):
     model.save_pretrained(tmp_path)
     clip = tiny_clip()
-    getattr(clip, name).weight.data.mul_(2)
+    part = clip.text_model.embeddings.token_embedding if name == "token_embeddings" else getattr(clip, name)
+    part.weight.data.mul_(2)
     with pytest.warns(
         UserWarning, match=rf"other weights in the {name}: it was made on a model without a name, a CLIPM"
     ):
         PeftModel.from_pretrained(clip, tmp_path)
+
+
+def test_other_pooling_head_of_siglip_is_another_base_model():
+    siglip = make_model("siglip")
+    before = base_digests(siglip)
+    siglip.vision_model.head.probe.data.mul_(2)
+    assert {key for key, digest in base_digests(siglip).items() if before[key] != digest} == {
+        "pooling_head bfloat16",
+        "pooling_head float16",
+    }
+
+
+def test_adapter_made_from_the_configuration_of_a_saved_one_has_no_history(model, tiny_clip, tmp_path):
+    model.fold_task()
+    model.save_pretrained(tmp_path)
+    config = DualModeLoraConfig.from_pretrained(tmp_path)
+    config.inference_mode = False
+    fresh = get_peft_model(tiny_clip(), config)
+    fresh.begin_task(probe_gradients(fresh, [slice(None)], loss_fn))  # without a warning that there are no statistics
+    assert config.history_rank > 0 and not any(
+        layer.history_rank("default") for layer in fresh.dual_mode_layers().values()
+    )
 
 
 def test_error_names_the_module_of_a_class_that_is_called_linear(tiny_clip):

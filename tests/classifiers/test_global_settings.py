@@ -69,3 +69,7 @@ def test_default_device_without_values_is_refused(restored):
     ):
         with pytest.raises(ValueError, match="default device is 'meta', whose tensors have no values"):
             call()
+    made = make_classifier("lda", 16, 10.0)
+    torch.set_default_device(None)
+    with pytest.raises(ValueError, match="the classifier is on the device 'meta', whose tensors have no values"):
+        made.add_classes(["a"], np.ones((2, 16)), np.zeros(2, np.int64))

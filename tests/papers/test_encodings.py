@@ -4,15 +4,18 @@ import copy
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
 from lives import images_of, learned, tiny_base, tiny_learner
 from tiny_encoders import save_encoder
+from torch import nn
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.checkpoints import saving
+from dulbe_peft.encoders.encoding import hooked
 from dulbe_peft.photos.deployment.formats import export_learner
 from dulbe_peft.utils.folders import commit_folder
 
@@ -110,3 +113,24 @@ def test_other_backends_are_refused(two_tasks):
     learner.change_settings(replace(learner.args, backend="onnx"))
     with pytest.raises(ValueError, match="the backend 'onnx' runs the model alone.*choose the backend 'torch'"):
         learner.image_embeds([IMAGES[0][0]])
+
+
+def test_encoding_is_made_again_only_if_its_tensors_change(two_tasks):
+    state = copy.deepcopy(two_tasks).state
+    first = state.encoding
+    digest = first.digest
+    assert state.encoding is first
+    with torch.no_grad():
+        for tensor in state.memory.values():
+            tensor.add_(1)
+    assert state.encoding is not first and (state.encoding.digest == digest) == (not first.tensors)
+
+
+def test_hooks_act_in_their_thread_alone():
+    module, other = nn.Identity(), []
+    thread = threading.Thread(target=lambda: other.append(module(0)))
+    with hooked((module.register_forward_hook, lambda _, given, result: result + 1)):
+        inside = module(0)
+        thread.start()
+        thread.join()
+    assert (inside, other, module(0)) == (1, [0], 0) and not module._forward_hooks
