@@ -337,7 +337,7 @@ class ClassIncrementalLearner(TakesTurns):
         return (answers, [row.novelty for row in rows]) if return_novelty else answers
 
     @takes_turn
-    def predictions(self, images: Any, query: Query | None = None) -> list[Prediction]:
+    def predictions(self, images: object, query: Query | None = None) -> list[Prediction]:
         """Return the predictions of `predict` with the names of the images; of one that cannot be read, the reason."""
         preparing.check_learned(self.state)
         query = query or Query()

@@ -7,11 +7,12 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers import PreTrainedModel
 
 from dulbe_peft.adapter.config import DULBE, DualModeLoraConfig
 from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
@@ -92,7 +93,7 @@ def _read_processor(folder: Path, base_model: nn.Module) -> Any:
     for kind, names in kinds.items():
         if not any((folder / name).is_file() for name in names):
             raise FileNotFoundError(f"the processor has no {kind}: one of {', '.join(names)} is needed")
-    return load_processor(str(folder), base_model)
+    return load_processor(str(folder), cast(PreTrainedModel, base_model))
 
 
 def _machine_settings(

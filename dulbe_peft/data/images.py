@@ -199,7 +199,12 @@ class LabelledImages:
         named = getattr(self.source, "item_name", None)
         return f"item {position}" if named is None else str(named(position))
 
-    def at(self, indices: Any, labels: np.ndarray | None = None, class_names: Sequence[str] | None = None) -> Self:
+    def at(
+        self,
+        indices: np.ndarray | Sequence[int] | slice,
+        labels: np.ndarray | None = None,
+        class_names: Sequence[str] | None = None,
+    ) -> Self:
         """Return the images at `indices`, with the same labels and class names or with the given ones."""
         part = copy.copy(self)
         part.indices = self.indices[indices]

@@ -20,7 +20,7 @@ from PIL import Image
 from tokenizers import normalizers
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoTokenizer, CLIPModel, CLIPProcessor
+from transformers import AutoTokenizer, CLIPModel, CLIPProcessor, PreTrainedModel
 
 from dulbe_peft.encoders.registry import ENCODERS, DualEncoder, find_model, type_of, unsupported
 from dulbe_peft.utils.tensors import unmap_weights
@@ -118,7 +118,7 @@ def load_clip(
     return load_dual_encoder(name, revision, attn_implementation)
 
 
-def load_processor(name: str, model: object, revision: str | None = None) -> Any:
+def load_processor(name: str, model: PreTrainedModel, revision: str | None = None) -> Any:
     """Load the processor in `name`.
 
     For a folder without an image processor, return the default one of the encoder's family at the model's image size.
@@ -160,7 +160,7 @@ def _family_name(kind: str) -> str:
     return kind.replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast").removesuffix("Pil")
 
 
-def _default_image_processor(kind: Any, model: Any) -> Any:
+def _default_image_processor(kind: Any, model: PreTrainedModel) -> Any:
     if encoder_of(model).patches:
         vision = model.config.vision_config
         return kind(patch_size=vision.patch_size, max_num_patches=vision.num_patches)
@@ -204,7 +204,7 @@ def check_processor(processor: object, model: object) -> None:
             raise TypeError(f"processor must be a {kind} or similar, got {processor!r:.100} without {name}")
 
 
-def unsaved_part(processor: Any, model: Any) -> str:
+def unsaved_part(processor: Any, model: PreTrainedModel) -> str:
     """Return a message about the part of the processor that a saved learner would lose, or "" if it loses nothing."""
     expected, given = encoder_of(model).image_processor, type(processor.image_processor)
     if given is not getattr(transformers, expected):
@@ -215,7 +215,7 @@ def unsaved_part(processor: Any, model: Any) -> str:
     return ""
 
 
-def check_saved(processor: object, model: object) -> None:
+def check_saved(processor: object, model: PreTrainedModel) -> None:
     """Raise a `ValueError` if a learner, once saved and loaded, would read images or texts with another processor."""
     if lost := unsaved_part(processor, model):
         raise ValueError(f"{lost}: use the processor that load_dual_encoder returns, and change its settings")
@@ -228,7 +228,7 @@ def check_statistics_tokens(model: object, tokens: str) -> None:
         raise ValueError(f"statistics_tokens is {tokens!r}, but a {kind} has no class token: choose 'all'")
 
 
-def embed_dim(model: Any) -> int:
+def embed_dim(model: PreTrainedModel) -> int:
     """Return the width d of the features, which is the same for images and texts."""
     return int(attrgetter(encoder_of(model).embed_dim)(model.config))
 
@@ -239,7 +239,7 @@ def logit_scale(model: object) -> float:
     return 1.0 if name is None else math.exp(float(getattr(model, name).detach()))
 
 
-def image_shape(model: Any, processor: object = None) -> tuple[int, ...]:
+def image_shape(model: PreTrainedModel, processor: object = None) -> tuple[int, ...]:
     """Return the shape of an image: (3, height, width), or that of `packed`.
 
     If the model accepts images of any size, `processor` determines the size.
@@ -255,7 +255,7 @@ def image_shape(model: Any, processor: object = None) -> tuple[int, ...]:
     return 3, side, side
 
 
-def longest_text(model: Any) -> int:
+def longest_text(model: PreTrainedModel) -> int:
     """Return how many tokens a text may have, special tokens included."""
     text = model.config.text_config
     return int(text.max_position_embeddings - (text.pad_token_id + 1 if encoder_of(model).offset_positions else 0))
@@ -285,7 +285,7 @@ def _unit(output: Any) -> torch.Tensor:
     return F.normalize(getattr(output, "pooler_output", output).float(), dim=-1)
 
 
-def prompt_tokens(processor: Any, prompts: Sequence[str], model: Any) -> list[tuple[int, ...]]:
+def prompt_tokens(processor: Any, prompts: Sequence[str], model: PreTrainedModel) -> list[tuple[int, ...]]:
     """Return the token ids of each prompt, or raise a `ValueError` if the text tower cannot encode a prompt."""
     check_encoder(model, text=True)
     longest = longest_text(model)
@@ -314,17 +314,17 @@ def check_distinct(prompts: Iterable[str], tokens: Iterable[tuple[int, ...]]) ->
         seen[ids] = prompt
 
 
-def tokenize(processor: Any, prompts: Sequence[str], model: object) -> dict[str, torch.Tensor]:
+def tokenize(processor: Any, prompts: Sequence[str], model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the text tower's inputs for distinct prompts: token ids, (prompts, length), and a mask if needed."""
     rows = prompt_tokens(processor, prompts, model)
     check_distinct(prompts, rows)
     return padded_tokens(processor, rows, model)
 
 
-def padded_tokens(processor: Any, rows: Iterable[Sequence[int]], model: object) -> dict[str, torch.Tensor]:
+def padded_tokens(processor: Any, rows: Iterable[Sequence[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the text tower's inputs for token ids of different lengths, special tokens included."""
     record, longest = encoder_of(model), longest_text(model)
-    options: dict[str, Any] = {"max_length": longest} if record.padding == "max_length" else {}
+    options: dict[str, object] = {"max_length": longest} if record.padding == "max_length" else {}
     options |= {"padding": record.padding, "padding_side": record.padding_side, "return_tensors": "pt"}
     batch = processor.tokenizer.pad({"input_ids": [list(ids) for ids in rows]}, return_attention_mask=True, **options)
     # A causal tower never reads the padding after the end token, and SigLIP's was trained to read it: neither needs

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
@@ -24,11 +24,14 @@ from dulbe_peft.encoders.loading import ImageOnlyProcessor, encoder_of, image_sh
 from dulbe_peft.utils import processes
 from dulbe_peft.utils.workers import available_cores
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 IMAGE_RESIZES = ("crop", "squash")
 PixelRow = tuple[torch.Tensor, int, int, bytes, str]  # pixel values, label, index, content, error ("" if readable)
 
 
-def with_image_resize(processor: Any, model: Any, resize: str) -> Any:
+def with_image_resize(processor: Any, model: "PreTrainedModel", resize: str) -> Any:
     """Return a copy of the processor with another resize.
 
     "crop" resizes the short side and crops the centre; "squash" resizes the whole image to a square.

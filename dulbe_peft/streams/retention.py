@@ -11,7 +11,7 @@ from dulbe_peft.data.images import named_images
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.utils.settings import check_number
 
-Tests = Sequence[tuple[Any, Sequence[str]]]
+Tests = Sequence[tuple[object, Sequence[str]]]
 
 
 def zero_shot_retention(

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from accelerate import Accelerator
 
@@ -55,7 +55,7 @@ class RunOptions:
 
     resume: bool = True
     past: Sequence[FinishedTask] | None = None
-    known_tests: Sequence[Any] | None = None
+    known_tests: Sequence[object] | None = None
     source: dict[str, object] | None = None
     keep_features: bool = False
     class_texts: Mapping[str, Sequence[str]] | None = None
@@ -143,7 +143,7 @@ class Run:
     options: RunOptions
     identity: resume.Identity
     finished: list[FinishedTask]
-    tests: list[tuple[Any, tuple[str, ...]]]  # for every task, test data or None, and class names
+    tests: list[tuple[object, tuple[str, ...]]]  # for every task, test data or None, and class names
     known: int  # number of tasks that were learned before the run
     new: bool  # whether the folder has no task of the run yet
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by number of a task: the latest predictions

@@ -273,9 +273,15 @@ def stream_tasks(stream: StreamArguments, notes: list[str] | None = None, look: 
     if increment > len(names):
         print_once(f"increment is {increment}, but the data has {counted(len(names), 'class')}: one task learns all")
         increment = len(names)
-    options: dict[str, Any] = {"increment": increment, "initial_increment": stream.initial_increment}
-    options |= {"class_order": order, "seed": stream.order_seed, "first_tasks": first_tasks}
-    return class_incremental_tasks(train, test, **options)
+    return class_incremental_tasks(
+        train,
+        test,
+        increment=increment,
+        initial_increment=stream.initial_increment,
+        class_order=order,
+        seed=stream.order_seed,
+        first_tasks=first_tasks,
+    )
 
 
 def _finished_tasks(stream: StreamArguments, names: Sequence[str]) -> list[tuple[str, ...]]:
