@@ -432,7 +432,8 @@ class ClassIncrementalLearner(TakesTurns):
     @takes_turn
     def text_accuracies(self, tests: Sequence[tuple[object, Sequence[str]]]) -> list[float | None]:
         """Return A_t as `zero_shot` does, but of the present model instead of the pristine one."""
-        with nullcontext() if self.encoder.has_names else self.encoder.encoding_by(None):
+        alike = self.encoder.has_names and self.encoder.projection is None
+        with nullcontext() if alike else self.encoder.encoding_by(None):
             return seen_accuracies(self.text_embeds, self.image_embeds, tests)
 
     def run(

@@ -331,12 +331,17 @@ class Classifier(nn.Module):
         numbers = check_groups(groups, len(labels))
         return None if numbers is None else numbers.to(labels.device)
 
-    def _unit(self, features: object, name: str, rows: int | None = None) -> Tensor:
-        return unit_features(features, name, self.embed_dim, rows, self.device)
+    def _unit(self, features: object, name: str, rows: int | None = None, width: int = 0) -> Tensor:
+        return unit_features(features, name, width or self.embed_dim, rows, self.device)
 
     def _texts_of(self, names: list[str], text_embeds: object, each_text: EachText | None) -> dict[str, Tensor]:
         """Check the text embeddings of seen and new classes, and return them; zeros replace missing optional ones."""
         texts: dict[str, Tensor] = {}
+        if self.rule.text_dim and not self.projection.any():
+            raise ValueError(
+                f"the {self.name!r} classifier has text_dim={self.rule.text_dim} and no projection: set `projection`, "
+                f"{(self.rule.text_dim, self.embed_dim)}, the weight of the layer that projects the features"
+            )
         if text_embeds is None and self.needs_text:
             raise TypeError(
                 f"the {self.name!r} classifier needs text_embeds of all seen classes; bayes, lda and ranpac do not"
@@ -353,14 +358,15 @@ class Classifier(nn.Module):
     def _unit_texts(self, given: object, rows: int) -> Tensor:
         """Return the texts with unit norm; if the rule allows it, a class without a text, None or zeros, has zeros."""
         if isinstance(given, (list, tuple)):
-            nothing = torch.zeros(self.embed_dim)
+            nothing = torch.zeros(self.rule.text_dim or self.embed_dim)
             given = torch.stack([nothing if row is None else torch.as_tensor(row) for row in given])
         layout = self._layouts.get("text_embeds")
         if layout is None or not layout.may_be_zero or getattr(given, "ndim", 0) != 2:
-            return self._unit(given, "text_embeds", rows)
+            return self._unit(given, "text_embeds", rows, self.rule.text_dim)
         given = torch.as_tensor(given)
         there = (given != 0).any(dim=1, keepdim=True)
-        return self._unit(given.where(there, torch.ones_like(given)), "text_embeds", rows) * there.to(self.device)
+        unit = self._unit(given.where(there, torch.ones_like(given)), "text_embeds", rows, self.rule.text_dim)
+        return unit * there.to(self.device)
 
     def _with_each_text(self, names: list[str], given: EachText) -> dict[str, Tensor]:
         """Return `each_text` and `num_texts` with the texts of new classes added."""
@@ -696,7 +702,7 @@ class Classifier(nn.Module):
             if text_embed is None:
                 raise TypeError(f"the {self.name!r} classifier needs the text embedding of {new!r:.100}")
             changes["text_embeds"] = self.text_embeds.clone()
-            changes["text_embeds"][place] = self._unit(text_embed[None], "text_embed", 1)[0]
+            changes["text_embeds"][place] = self._unit(text_embed[None], "text_embed", 1, self.rule.text_dim)[0]
             changes |= self.rule.retold(self.state, torch.tensor([place]))
         self.install(changes, [new if known == old else known for known in self._class_names])
 
@@ -879,3 +885,5 @@ def check_alike(one: Classifier, other: Classifier) -> None:
         for name, text in zip(one.class_names, one.text_embeds, strict=True):
             if name in texts and not torch.allclose(text, texts[name].to(text), atol=SAME_TEXT):
                 raise ValueError(f"the text embeddings of class {name!r} differ, so they cannot be merged")
+    if "projection" in one.tensors() and not torch.allclose(one.projection, other.projection.to(one.projection)):
+        raise ValueError(f"the projections of the two {one.name!r} classifiers differ, so they cannot be merged")

@@ -3,7 +3,8 @@
 `text_prior` derives the model. This module keeps the sums and chooses kappa, rho, omega and the features.
 
 x is z alone, or [z, relu(z R) / sqrt(M)] with M random features, where R is the layer of `ranpac`. The text embeddings
-are zero in the random features.
+are zero in the random features. With features u before a projection, x is [u, z, relu(u R) / sqrt(M)]: the images are
+compared by u and the random features, and the names by z, the projected u.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from dulbe_peft.classifiers.calibration import TaskTemperature, log_likelihoods,
 from dulbe_peft.classifiers.class_sums import ClassSums
 from dulbe_peft.classifiers.groups import groups_of_classes, ranking, rows_by_group, together
 from dulbe_peft.classifiers.ranpac import MOST_FEATURES, random_layer
-from dulbe_peft.classifiers.rule import LeftOut, linear
+from dulbe_peft.classifiers.rule import LeftOut, TextDim, linear
 from dulbe_peft.classifiers.state import Layout, State, per_class, shared
-from dulbe_peft.classifiers.text_prior import OMEGAS, SCALES, WRONG, Fit
+from dulbe_peft.classifiers.text_prior import OMEGAS, SCALES, WRONG, Fit, ProjectedFit
 from dulbe_peft.utils.settings import Positive
 
 # Left-out images choose among these values. No single kappa and rho suits both few and many images.
@@ -71,8 +72,8 @@ class BayesRule(ClassSums):
             added to the tables. This takes 8 min(n_c, d) d bytes per class: 2 MiB for d = 512 and 512 images or more.
 
     Attributes:
-        text_embeds: e_c, (C, embed_dim), unit vectors, or zeros without a text.
-        sums, counts, scatter, freedom, factors, factor_rows: Of x, see `ClassSums`; d is `embed_dim` + M.
+        text_embeds: e_c, (C, `text_dim` or `embed_dim`), unit vectors, or zeros without a text.
+        sums, counts, scatter, freedom, factors, factor_rows: Of x, see `ClassSums`; d is `embed_dim` + `text_dim` + M.
         losses: (1 or 2, kappas, rhos, temperatures, wrong), float64: summed log-losses of left-out images, for shares
             of wrong labels. The second table is computed with the random features.
         judged: (2,), float64: the sum of the weights of the left-out images, and the sum of their squares.
@@ -90,6 +91,7 @@ class BayesRule(ClassSums):
     rho: Positive | Literal["auto"] = "auto"
     features: Annotated[int, Ge(0), Le(MOST_FEATURES)] = 500
     omega: Annotated[float, Ge(0), Le(1)] | Literal["auto"] = "auto"
+    text_dim: TextDim = 0
 
     name = "bayes"
     summary = "discriminant analysis and the text classifier, added up; names count less the more images there are"
@@ -102,7 +104,7 @@ class BayesRule(ClassSums):
 
     @property
     def width(self) -> int:
-        return self.embed_dim + self.random
+        return self.embed_dim + self.text_dim + self.random
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -123,7 +125,7 @@ class BayesRule(ClassSums):
         shape = len(self.numbers), len(self.kappas), len(self.rhos), len(TEMPERATURES), len(WRONG)
         tables = {"losses": shape, "judged": (2,)}
         return (
-            {"text_embeds": per_class(self.embed_dim, unit=True, may_be_zero=True)}
+            {"text_embeds": per_class(self.text_dim or self.embed_dim, unit=True, may_be_zero=True)}
             | super().tensors()
             | {name: shared(*sizes, dtype=torch.float64) for name, sizes in tables.items()}
             | {"by_text": per_class(len(OMEGAS), len(SCALES), len(WRONG), dtype=torch.float64)}
@@ -155,6 +157,11 @@ class BayesRule(ClassSums):
 
         Random features do not follow a map of z. Their sums become 0, and their loss so large that it is not chosen.
         """
+        if self.text_dim:
+            raise ValueError(
+                "a linear map of unprojected features does not map the projected ones, which bayes compares with "
+                "names: set drift to 'auto' or 'none'"
+            )
         losses = state.losses.clone()
         losses[1:] = NEVER
         return super().moved(state, F.pad(matrix, (0, self.random, 0, self.random))) | {"losses": losses}
@@ -182,7 +189,8 @@ class BayesRule(ClassSums):
         named = order[: max(MOST_LEFT_OUT, 2 * int((inside > 0).sum()))]
         shown = labels[named].bincount(minlength=classes)
         share = (whole / shown.clamp_min(1)[labels])[named]
-        losses = self._fit(state, 0).text_losses(images[named], labels[named], share, USUAL_RHO)
+        x = self.lifted(state, images)
+        losses = self._fit(state, 0).text_losses(x[named], labels[named], share, USUAL_RHO)
         changes = {"by_text": state.by_text + losses, "shown": state.shown + shown.to(state.shown)}
         state = state.replaced(changes)
         lone = torch.isin(labels, self._lone(state, inside, groups_of_classes(labels, groups, classes)))
@@ -191,7 +199,7 @@ class BayesRule(ClassSums):
             first = first | torch.isin(groups * classes + labels, (groups * classes + labels)[first])
         left = rows[(state.counts.to(labels)[labels] > together(labels, groups))[rows] & ~lone[rows]]
         further = rows[lone[rows] & ~first[rows]]
-        judged, x = torch.cat([left, further]), self.lifted(state, images)
+        judged = torch.cat([left, further])
         if not len(judged):
             return state, None
         truth, own, fits = labels[judged], weights[judged], dict[int, Fit]()
@@ -245,7 +253,7 @@ class BayesRule(ClassSums):
 
         `images` are all x, (n, d), of these classes, and `kept`, (n,), selects the images that remain.
         """
-        width, chosen = self.embed_dim + features, labels.unique()
+        width, chosen = self.embed_dim + self.text_dim + features, labels.unique()
         images, counts = images[:, :width], state.counts.to(labels.device).clone()
         means = state.sums[:, :width] / counts.to(images)[:, None]
         away = images - means[labels]
@@ -255,8 +263,8 @@ class BayesRule(ClassSums):
         means[chosen] = sums[chosen] / counts[chosen, None]
         rest = images - means[labels]
         freedom = int(state.freedom) - total + len(labels)
-        texts = F.pad(self.logit_scale * state.text_embeds.to(state.sums), (0, features))
-        return Fit.of(means, counts, state.scatter[:width, :width] - away.T @ away + rest.T @ rest, freedom, texts)
+        scatter = state.scatter[:width, :width] - away.T @ away + rest.T @ rest
+        return self._fitted(state, means, counts, scatter, freedom)
 
     def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the scores of `Fit.left_out`, in float32."""
@@ -441,15 +449,21 @@ class BayesRule(ClassSums):
 
     def _fit(self, state: State, features: int) -> Fit:
         """Return the fit to the unit features and the first `features` random features."""
-        width = self.embed_dim + features
+        width = self.embed_dim + self.text_dim + features
 
         def make() -> Fit:
-            texts = F.pad(self.logit_scale * state.text_embeds.to(state.sums), (0, features))
             means = state.sums[:, :width] / state.counts.to(state.sums)[:, None]
-            return Fit.of(means, state.counts, state.scatter[:width, :width], int(state.freedom), texts)
+            return self._fitted(state, means, state.counts, state.scatter[:width, :width], int(state.freedom))
 
         fit: Fit = state.derived(f"fit {features}", make, of=FITTED)
         return fit
+
+    def _fitted(self, state: State, means: Tensor, counts: Tensor, scatter: Tensor, freedom: int) -> Fit:
+        """Return the fit to sums of the first features of x."""
+        texts = self.logit_scale * state.text_embeds.to(state.sums)
+        if self.text_dim:
+            return ProjectedFit.of_both(means, counts, scatter, freedom, texts, self.embed_dim)
+        return Fit.of(means, counts, scatter, freedom, F.pad(texts, (0, means.shape[1] - self.embed_dim)))
 
     def solution(self, state: State) -> tuple[Tensor, Tensor]:
         """Return the weights, (C, d), and the offsets, (C,), of the scores of x; float64."""
@@ -471,20 +485,24 @@ class BayesRule(ClassSums):
         return {"weight": weights, "bias": offsets, "temperature": usual}
 
     def solved_shapes(self, classes: int) -> list[dict[str, tuple[int, ...]]]:
-        widths = {self.embed_dim + features for features in self.numbers}
+        widths = {self.embed_dim + self.text_dim + features for features in self.numbers}
         return [{"weight": (classes, width), "bias": (classes,), "temperature": ()} for width in widths]
 
     def scores(self, state: State, images: Tensor) -> Tensor:
         solved = self.solved(state)
-        random = solved["weight"].shape[1] > self.embed_dim
-        return (self.lifted(state, images) if random else images) @ solved["weight"].T + solved["bias"]
+        width = solved["weight"].shape[1]
+        x = self.lifted(state, images)[:, :width] if width > self.embed_dim else images
+        return x @ solved["weight"].T + solved["bias"]
 
     def lifted(self, state: State, images: Tensor) -> Tensor:
-        """Return x, (n, d), for z: the unit features followed by the random features."""
-        if not self.random:
-            return images
-        layer = state.derived(f"layer {images.dtype} {images.device}", lambda: self._layer().to(images), of=())
-        return torch.cat([images, (images @ layer).relu()], dim=1)
+        """Return x, (n, d), for unit features: they, the projected ones if there are any, and the random features."""
+        parts = [images]
+        if self.text_dim:
+            parts.append(self.projected(state, images))
+        if self.random:
+            layer = state.derived(f"layer {images.dtype} {images.device}", lambda: self._layer().to(images), of=())
+            parts.append((images @ layer).relu())
+        return torch.cat(parts, dim=1) if len(parts) > 1 else images
 
     def _layer(self) -> Tensor:
         """Return R / sqrt(M)."""
@@ -492,6 +510,10 @@ class BayesRule(ClassSums):
 
     def formula(self, state: State) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         tensors = {name: self.solved(state)[name] for name in ("weight", "bias")}
+        if self.text_dim:
+            random = tensors["weight"].shape[1] - self.embed_dim - self.text_dim
+            layers = {"names": state.projection, "projection": self._layer()[:, :random].to(tensors["weight"])}
+            return projected_random_and_linear, tensors | layers
         if tensors["weight"].shape[1] > self.embed_dim:
             return random_and_linear, tensors | {"projection": self._layer().to(tensors["weight"])}
         return linear, tensors
@@ -502,6 +524,14 @@ def random_and_linear(
 ) -> torch.Tensor:
     """Return scores, (n, C), of unit features z, (n, d), from z and its random features by a matrix and a bias."""
     return torch.cat([z, (z @ projection).relu()], dim=1) @ weight.T + bias
+
+
+def projected_random_and_linear(
+    z: torch.Tensor, names: torch.Tensor, projection: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """Return scores, (n, C), from unit features, (n, d), their projection by `names` and their random features."""
+    named = torch.nn.functional.normalize(z @ names.T, dim=1)
+    return torch.cat([z, named, (z @ projection).relu()], dim=1) @ weight.T + bias
 
 
 def some_without_groups(

@@ -68,6 +68,8 @@ def sums_of(rule: Rule, state: State) -> Sums | None:
         texts = state.get("text_embeds")
         if texts is not None:
             texts = rule.logit_scale * texts.to(means) if bool(texts.any(dim=1).all()) else None
+        if texts is not None and rule.text_dim:  # tau e'W u, which is tau e'z but for the length of W u
+            texts = texts @ state.projection.to(texts)
         return Sums(means, counts, scatter, int(state.freedom), texts)
 
     sums: Sums = state.derived("sums of novelty", make)

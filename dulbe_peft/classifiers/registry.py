@@ -100,8 +100,17 @@ def parse_classifiers(specs: str | Classifier | Iterable[str | Recipe | Classifi
     return found
 
 
-def make_classifier(spec: str | Recipe | Classifier, embed_dim: int, logit_scale: float = 100.0) -> Classifier:
+def can_project(kind: type[Classifier]) -> bool:
+    """Return whether a classifier can compare names with projected features, and not only with the features."""
+    return "text_dim" in kind.rule_type.setting_defaults()
+
+
+def make_classifier(
+    spec: str | Recipe | Classifier, embed_dim: int, logit_scale: float = 100.0, text_dim: int = 0
+) -> Classifier:
     """Make an empty classifier from `name:key=value,key=value`; return a `Classifier` without classes as it is.
+
+    With `text_dim`, classifiers that can do so compare texts of this width with projected features.
 
     >>> make_classifier("bridge:num_depths=5", embed_dim=512)
     BridgeEnsembleHead(embed_dim=512, num_depths=5, reliability_temperature=0.05, classes=0)
@@ -114,14 +123,19 @@ def make_classifier(spec: str | Recipe | Classifier, embed_dim: int, logit_scale
             raise ValueError(f"{who} takes {spec.embed_dim} dimensions, but the model has {embed_dim}")
         return spec
     recipe = parse_classifier(spec) if isinstance(spec, str) else spec
-    return recipe.kind(embed_dim=embed_dim, logit_scale=logit_scale, **recipe.chosen)
+    chosen = {"text_dim": text_dim} if text_dim and can_project(recipe.kind) else {}
+    return recipe.kind(embed_dim=embed_dim, logit_scale=logit_scale, **chosen | recipe.chosen)
 
 
 def make_classifiers(
-    specs: str | Classifier | Iterable[str | Recipe | Classifier], embed_dim: int, logit_scale: float = 100.0
+    specs: str | Classifier | Iterable[str | Recipe | Classifier],
+    embed_dim: int,
+    logit_scale: float = 100.0,
+    text_dim: int = 0,
 ) -> dict[str, Classifier]:
     """Make empty classifiers by name; see `parse_classifiers` and `make_classifier`."""
-    return {name: make_classifier(one, embed_dim, logit_scale) for name, one in parse_classifiers(specs).items()}
+    parsed = parse_classifiers(specs).items()
+    return {name: make_classifier(one, embed_dim, logit_scale, text_dim) for name, one in parsed}
 
 
 def answering(by_name: Mapping[str, object]) -> str:

@@ -24,15 +24,17 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor
+from torch.nn import functional as F
 
 from dulbe_peft.classifiers.checks import random_features, same_scores
 from dulbe_peft.classifiers.groups import rows_by_group
-from dulbe_peft.classifiers.state import Layout, State, per_class
+from dulbe_peft.classifiers.state import Layout, State, per_class, shared
 from dulbe_peft.utils.settings import LEAST, check_settings, documented, setting
 
 if TYPE_CHECKING:
     from dulbe_peft.classifiers.calibration import TaskTemperature
 
+TextDim = Annotated[int, Ge(0)]
 LogitScale = Annotated[float, Ge(LEAST), Le(1e30)]  # logits stay finite in float32
 # Tensors that are sums over images -> the power of an image's weight by which a summand is multiplied. Other tensors
 # are means or choices.
@@ -45,6 +47,11 @@ class LeftOut(NamedTuple):
     scores: Tensor
     labels: Tensor
     groups: Tensor | None = None
+
+
+def projected_and_linear(z: torch.Tensor, projection: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the scores, (n, C), of unit features, (n, d), by a projection, (text_dim, d), and a matrix."""
+    return torch.nn.functional.normalize(z @ projection.T, dim=1) @ weight.T
 
 
 def linear(z: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -64,6 +71,7 @@ class Rule:
         belongs_to: The strategy that this rule belongs to, or "".
         needs_text: Whether learning needs text embeddings, which are kept in the rows `text_embeds`.
         needs_each_text: Whether every single text is kept, in the rows `each_text`, `num_texts` per class.
+        text_dim: Width of the texts, if they are compared with the `projected` features; 0 if with the features.
         updates: Whether `added` accepts further images of known classes.
         adds_up: Tensors that `merged` adds; None if merging is not possible.
         moves: Tensors that `moved` maps: rows z, and sums over images of z' z.
@@ -78,6 +86,7 @@ class Rule:
     belongs_to: ClassVar[str] = ""
     needs_text: ClassVar[bool] = False
     needs_each_text: ClassVar[bool] = False
+    text_dim = 0  # a subclass may make it a setting
     updates: ClassVar[bool] = False
     adds_up: ClassVar[tuple[str, ...] | None] = None
     moves: ClassVar[tuple[str, ...]] = ()
@@ -95,7 +104,9 @@ class Rule:
 
     def layouts(self) -> dict[str, Layout]:
         """Return the layouts of all tensors: those of the texts, then those of `tensors`."""
-        texts = {"text_embeds": per_class(self.embed_dim, unit=True)} if self.needs_text else {}
+        texts = {"text_embeds": per_class(self.text_dim or self.embed_dim, unit=True)} if self.needs_text else {}
+        if self.text_dim:
+            texts |= {"projection": shared(self.text_dim, self.embed_dim)}
         if self.needs_each_text:
             texts |= {
                 "each_text": per_class(self.embed_dim, of="num_texts"),
@@ -107,6 +118,13 @@ class Rule:
     def reads_text(self) -> bool:
         """Whether it uses text embeddings, required or optional."""
         return "text_embeds" in self.layouts()
+
+    def projected(self, state: State, images: Tensor) -> Tensor:
+        """Return the unit features that are compared with texts, (n, text_dim), from the features, (n, embed_dim).
+
+        They are z = W u / |W u| for features u before a projection W, and otherwise the features.
+        """
+        return F.normalize(images @ state.projection.to(images).T, dim=1) if self.text_dim else images
 
     def tensors(self) -> dict[str, Layout]:
         """Return the layouts of the tensors besides those of the texts, by name. A file contains nothing else."""

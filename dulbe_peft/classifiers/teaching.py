@@ -27,6 +27,8 @@ class ClosingPass:
         each_text: Embeddings of every text of the task's classes, (T, d), and the class of each text, (T,).
         views: (n, V, d), features of each image and its augmented views, or None without augmentation.
         groups: Groups of the images, (n,), int64, or None; see `Classifier.add_classes`.
+        projection: W, (text_dim, d), by which the features are projected before they are compared with texts, or None
+            if they are compared as they are.
         head: (classes, d + 1), rows of a linear head that the strategy trained on the task, or None.
     """
 
@@ -39,6 +41,7 @@ class ClosingPass:
     views: Tensor | None = None
     head: Tensor | None = None
     groups: Tensor | None = None
+    projection: Tensor | None = None
 
 
 @torch.no_grad()
@@ -58,8 +61,10 @@ def learn_task(
     before = closing.before if old and drift != "none" else None
     with sharing():
         for classifier in made.values():
-            text = texts
-            if texts is not None and classifier.reads_text and text_embeds == "at_introduction":
+            if closing.projection is not None and classifier.rule.text_dim:
+                classifier.install({"projection": closing.projection})
+            text = texts if classifier.reads_text else None
+            if texts is not None and text is not None and text_embeds == "at_introduction":
                 text = torch.cat([classifier.text_embeds.to(texts), texts[old:]])
             with phase(f"{TEACHING}{classifier.name}"):
                 if before is not None and drift == "linear":

@@ -1,12 +1,12 @@
 """The text classifier: each class is the text embedding of its name, as in zero-shot CLIP."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from dulbe_peft.classifiers.base import classifier_of
-from dulbe_peft.classifiers.rule import Rule
+from dulbe_peft.classifiers.rule import Rule, TextDim, projected_and_linear
 from dulbe_peft.classifiers.state import State
 
 
@@ -17,6 +17,8 @@ class TextRule(Rule):
     Reference:
         Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", 2021, section 3.1.2.
     """
+
+    text_dim: TextDim = 0
 
     name = "text"
     summary = "text classifier: the model after training, which compares images only with the names of the classes"
@@ -34,7 +36,13 @@ class TextRule(Rule):
         return self.scores(state, images)
 
     def scores(self, state: State, images: Tensor) -> Tensor:
-        return self.logit_scale * images @ state.text_embeds.float().T
+        return self.logit_scale * self.projected(state, images) @ state.text_embeds.float().T
+
+    def formula(self, state: State) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+        if not self.text_dim:
+            return super().formula(state)
+        weight = self.logit_scale * state.text_embeds.float()
+        return projected_and_linear, {"projection": state.projection, "weight": weight}
 
 
 TextClassifier = classifier_of(TextRule)

@@ -59,7 +59,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -147,7 +147,7 @@ class Fit:
     def scores(self, images: Tensor, kappas: Tensor, rho: float, omega: float) -> Tensor:
         """Return the scores, (kappas, n, C), of images, (n, d)."""
         solutions = [self.solution(kappa, rho, omega) for kappa in kappas.tolist()]
-        return torch.stack([images[:, : len(self.centre)] @ weights.T + offsets for weights, offsets in solutions])
+        return torch.stack([images[:, : weights.shape[1]] @ weights.T + offsets for weights, offsets in solutions])
 
     def correlation(self, rho: float, omega: float) -> float:
         """Return the correlation of the errors of L_c and T_c, 0 to 1: of their scores of wrong classes.
@@ -156,10 +156,10 @@ class Fit:
         out, because with one image L_c knows the image.
         """
         wrong = ~torch.eye(len(self.means), dtype=torch.bool, device=self.means.device)
-        rows, found = self.means @ self.vectors.T, []
-        for weights, offsets in (self.by_images(rho), self.by_texts(rho, omega)):
-            scores = (rows @ weights.T + offsets) * wrong
-            found.append((scores - scores.sum(dim=1, keepdim=True) / max(1, len(rows) - 1)) * wrong)
+        pairs, found = ((self, self.by_images(rho)), (self.named, self.by_texts(rho, omega))), []
+        for fit, (weights, offsets) in pairs:
+            scores = (fit.means @ fit.vectors.T @ weights.T + offsets) * wrong
+            found.append((scores - scores.sum(dim=1, keepdim=True) / max(1, len(self.means) - 1)) * wrong)
         images, texts = found
         over = math.sqrt(float(images.square().sum()) * float(texts.square().sum()))
         return max(0.0, float((images * texts).sum()) / over) if over > 0 else 0.0
@@ -198,13 +198,77 @@ class Fit:
 
         With `groups`, the rows of each group, it is the fit without the group.
         """
-        rows = (images[:, : len(self.centre)] - self.centre) @ self.vectors
         if groups is None:
-            return LeftOut.of(self, rows, labels, rho).scores(kappas, omega)
-        found = torch.zeros(len(kappas), len(rows), len(self.counts), device=rows.device)
+            return self.terms(LeftOut, images, labels, rho).scores(kappas, omega)
+        found = torch.zeros(len(kappas), len(images), len(self.counts), device=images.device)
         for of in groups:
-            found[:, of] = WithoutGroup.of(self, rows[of], labels[of], rho).scores(kappas, omega).float()
+            found[:, of] = self.terms(WithoutGroup, images[of], labels[of], rho).scores(kappas, omega).float()
         return found
+
+    def terms(self, kind: type[WithoutGroup] | type[LeftOut], images: Tensor, labels: Tensor, rho: float) -> Terms:
+        """Return the terms of the scores of learned images, (n, d)."""
+        return kind.of(self, (images[:, : len(self.centre)] - self.centre) @ self.vectors, labels, rho)
+
+    @property
+    def named(self) -> Fit:
+        """The fit to the part of x that is compared with texts."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectedFit(Fit):
+    """The model for x = [u, z, random features]: images are compared by u and the random features, and texts by z.
+
+    The fields are those of the fit to u and the random features, without texts, and `by_name` is the fit to z. L_c and
+    T_c are computed from one fit each, and nothing else changes.
+    """
+
+    by_name: Fit
+    width: int  # of u
+
+    @classmethod
+    def of_both(
+        cls, means: Tensor, counts: Tensor, scatter: Tensor, freedom: int, texts: Tensor, width: int
+    ) -> ProjectedFit:
+        """Fit to sums of x, as in `Fit.of`, with tau e_c, (C, text_dim), and the `width` of u."""
+        named, own = slice(width, width + texts.shape[1]), torch.arange(means.shape[1], device=means.device)
+        own = own[(own < named.start) | (own >= named.stop)]
+        images = Fit.of(means[:, own], counts, scatter[own][:, own], freedom, torch.zeros_like(means[:, own]))
+        by_name = Fit.of(means[:, named], counts, scatter[named, named], freedom, texts)
+        return cls(**vars(images), by_name=by_name, width=width)
+
+    @property
+    def named(self) -> Fit:
+        return self.by_name
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return u with the random features, and z, of x, (n, d)."""
+        start, stop = self.width, self.width + len(self.by_name.centre)
+        random = x[:, stop : stop + len(self.centre) - self.width]
+        return torch.cat([x[:, :start], random], dim=1), x[:, start:stop]
+
+    def slope(self, rho: float) -> float:
+        return self.by_name.slope(rho)
+
+    def by_texts(self, rho: float, omega: float) -> tuple[Tensor, Tensor]:
+        return self.by_name.by_texts(rho, omega)
+
+    def solution(self, kappa: float, rho: float, omega: float) -> tuple[Tensor, Tensor]:
+        share, (images, offsets) = self.share(kappa), self.by_images(rho)
+        texts, text_offsets = self.by_texts(rho, omega)
+        offsets = share * (offsets - images @ self.centre)
+        offsets = offsets + (1 - share) * (text_offsets - texts @ self.by_name.centre)
+        images = share * images
+        weights = torch.cat([images[:, : self.width], (1 - share) * texts, images[:, self.width :]], dim=1)
+        return weights, offsets
+
+    def text_losses(self, images: Tensor, labels: Tensor, weights: Tensor, rho: float) -> Tensor:
+        return self.by_name.text_losses(self.parts(images)[1], labels, weights, rho)
+
+    def terms(self, kind: type[WithoutGroup] | type[LeftOut], images: Tensor, labels: Tensor, rho: float) -> Terms:
+        own, named = self.parts(images)
+        by_images, texts = super().terms(kind, own, labels, rho), self.by_name.terms(kind, named, labels, rho)
+        return replace(by_images, cross=texts.cross, length=texts.length, across=texts.across, along=texts.along)
 
 
 @dataclass(frozen=True, eq=False)

@@ -120,9 +120,15 @@ class Encoder(TextEncoder):
 
     @property
     def has_names(self) -> bool:
-        """Whether class names have embeddings that can be compared with the image features."""
+        """Whether class names have embeddings that can be compared with the image features or their projection."""
         encoding = self.encoding
         return loading.has_text(self.clip) and (encoding is None or encoding.names)
+
+    @property
+    def projection(self) -> torch.Tensor | None:
+        """W, (d, width), by which features are projected before they are compared with texts; None if they are not."""
+        encoding = self.encoding
+        return None if encoding is None else encoding.projection(self.clip)
 
     def images(self, images: LabelledImages, keep: bool = False) -> PixelDataset:
         """Return the preprocessed images.

@@ -34,7 +34,7 @@ class Encoding:
     """
 
     queries: ClassVar[bool] = False  # whether images are encoded from their features by the untouched model
-    names: ClassVar[bool] = True  # whether texts have embeddings of the same width
+    names: ClassVar[bool] = True  # whether texts can be compared with the features, or with their projection
 
     def __init__(self, settings: str, tensors: Mapping[str, torch.Tensor]) -> None:
         self.settings, self.tensors = settings, tensors
@@ -64,11 +64,13 @@ class Encoding:
         """Return the width of the image features."""
         return embed_dim(clip)
 
+    def projection(self, clip: Any) -> torch.Tensor | None:
+        """Return W, (d, width), if texts, (n, d), are compared with W u / |W u| of features u; None: with u."""
+        return None
+
 
 class Unprojected(Encoding):
     """Encode images with what the projection into the space of texts reads: the pooled output of the vision tower."""
-
-    names = False
 
     def __init__(self) -> None:
         super().__init__("", {})
@@ -81,6 +83,15 @@ class Unprojected(Encoding):
 
     def width(self, clip: Any) -> int:
         return int(projection_of(clip).in_features)
+
+    def projection(self, clip: Any) -> torch.Tensor | None:
+        layer = projection_of(clip)
+        if isinstance(layer, (BaseTunerLayer, ModulesToSaveWrapper)) or layer.bias is not None:
+            raise ValueError(
+                "features is 'unprojected', but the projection that names need has a bias or an adapter: leave "
+                "visual_projection out of the adapter's modules, or features at 'projected'"
+            )
+        return layer.weight.detach().float()
 
 
 def projection_of(clip: Any) -> Any:

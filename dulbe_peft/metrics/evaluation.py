@@ -74,7 +74,10 @@ def evaluate_features(
     parts, embeddings = [test.features for test in tests], dict[str, torch.Tensor]()
     prototypes = {} if "prototype" in classifiers else {"class_means": "visual_prototypes"}
     for name, attribute in {"text": "text_embeds", **prototypes}.items():
-        rows: Any = next((getattr(c, attribute) for c in classifiers.values() if hasattr(c, attribute)), None)
+        owner = next((c for c in classifiers.values() if hasattr(c, attribute)), None)
+        rows = None if owner is None else getattr(owner, attribute)
+        if name == "text" and owner is not None and owner.rule.text_dim:  # e'W u has the order of cosines of W u
+            rows = rows @ owner.projection
         if rows is not None and parts and rows.any(dim=1).all():  # zeros stand for texts that a model does not have
             embeddings[name] = rows.to(parts[0])
     predictions = {name: answers(classifier, parts) for name, classifier in classifiers.items()}

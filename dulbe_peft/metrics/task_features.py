@@ -20,7 +20,7 @@ from dulbe_peft.utils.torch_settings import seeded_randomness
 
 FEATURES_FOLDER = "features"
 SUFFIX = ".safetensors"
-_CLOSING = ("features", "labels", "before", "views", "texts")  # the tensors of a closing pass
+_CLOSING = ("features", "labels", "before", "views", "texts", "projection")  # the tensors of a closing pass
 _EACH_TEXT = ("each text", "class of each text")
 _FORMAT = "dulbe_peft task features 1"
 
@@ -103,7 +103,9 @@ def learn_from_features(
             "other than 'none'"
         )
     name = spec.partition(":")[0]
-    classifiers = {name: make_classifier(spec, tasks[0].closing.features.shape[1], logit_scale)}
+    first = tasks[0].closing
+    text_dim = 0 if first.projection is None else len(first.projection)
+    classifiers = {name: make_classifier(spec, first.features.shape[1], logit_scale, text_dim)}
     if classifiers[name].needs_text and any(task.closing.texts is None for task in tasks):
         raise ValueError(f"the classifier {name!r} needs text, and the model of this stream has no text tower")
     after_each_task = []

@@ -67,7 +67,16 @@ def outputs(clip: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
     return read[0].float(), torch.cat([tokens[level] for level in sorted(tokens)], dim=1).float()
 
 
-class Mixed(Unprojected):
+class Pooled(Unprojected):
+    """Encode images with h. Names are not compared with it, because the mixer changes it."""
+
+    names = False
+
+    def projection(self, clip: Any) -> None:
+        return None
+
+
+class Mixed(Pooled):
     """Encode images with u, normalised."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -78,7 +87,7 @@ class Mixed(Unprojected):
         return F.normalize(mixed(h, tokens, self.tensors), dim=1)
 
 
-class _Training(Unprojected):
+class _Training(Pooled):
     """Return u and h of a batch side by side, neither of them normalised."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -100,7 +109,7 @@ class Vis(FirstTaskOnly):
     classifiers = ("ranpac", "bayes")
 
     def encoding(self, memory: Memory | None) -> Encoding:
-        return Mixed(memory) if isinstance(memory, dict) else Unprojected()
+        return Mixed(memory) if isinstance(memory, dict) else Pooled()
 
     def trained(self, tensors: Mapping[str, Tensor]) -> Encoding:
         return _Training(tensors)

@@ -14,7 +14,7 @@ from dulbe_peft.adapter.config import PREFIX
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.registry import CLASSIFIERS, Recipe, make_classifiers, parse_classifiers
+from dulbe_peft.classifiers.registry import CLASSIFIERS, Recipe, can_project, make_classifiers, parse_classifiers
 from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_names, check_class_texts
 from dulbe_peft.encoders import loading
@@ -173,16 +173,25 @@ def new_state(
     if lost := loading.unsaved_part(processor, clip):
         warnings.warn(f"{lost}: this learner can learn and predict, but cannot be saved", stacklevel=3)
     recipes = parse_classifiers(state.strategy.classifiers if classifiers is None else classifiers)
-    if classifiers is None and not state.has_names:
-        recipes = {name: recipe for name, recipe in recipes.items() if not CLASSIFIERS[name].needs_text}
-    new = make_classifiers(recipes.values(), state.embed_dim, loading.logit_scale(clip))
+    if classifiers is None:
+        fit = {name: state.has_names and (not state.text_dim or can_project(CLASSIFIERS[name])) for name in recipes}
+        recipes = {name: recipe for name, recipe in recipes.items() if fit[name] or not CLASSIFIERS[name].needs_text}
+    new = make_classifiers(recipes.values(), state.embed_dim, loading.logit_scale(clip), state.text_dim)
     needs_text = [name for name, classifier in new.items() if classifier.needs_text]
     if needs_text and not loading.has_text(clip):
         raise ValueError(f"the classifier {needs_text[0]!r} needs text, but {type(clip).__name__} has no text tower")
     if needs_text and not state.has_names:
         raise ValueError(
-            f"the classifier {needs_text[0]!r} compares images with names, but names have no place among unprojected "
-            "features: choose classifiers of images, such as bayes, lda and ranpac"
+            f"the classifier {needs_text[0]!r} compares images with names, but names have no place among the features "
+            f"of the strategy {state.strategy.name!r}: choose classifiers of images, such as bayes, lda and ranpac"
+        )
+    other = [name for name, each in new.items() if each.reads_text and each.rule.text_dim != state.text_dim]
+    if other and not state.text_dim:
+        raise ValueError(f"the classifier {other[0]!r} has a text_dim, which only features='unprojected' gives it")
+    if other:
+        raise ValueError(
+            f"the classifier {other[0]!r} cannot compare names with features='unprojected': choose text, bayes, or "
+            "classifiers of images, such as lda and ranpac"
         )
     return replace(state, classifiers=new)
 

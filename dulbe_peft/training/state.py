@@ -215,8 +215,14 @@ class LearnerState:
         return loading.embed_dim(self.base) if encoding is None else encoding.width(self.base)
 
     @property
+    def text_dim(self) -> int:
+        """Width of the text embeddings, if they are compared with projected features; 0 if with the features."""
+        projection = None if self.encoding is None else self.encoding.projection(self.base)
+        return 0 if projection is None else len(projection)
+
+    @property
     def has_names(self) -> bool:
-        """Whether class names have embeddings that can be compared with the image features."""
+        """Whether class names have embeddings that can be compared with the image features or their projection."""
         encoding = self.encoding
         return loading.has_text(self.base) and (encoding is None or encoding.names)
 

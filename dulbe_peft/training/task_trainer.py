@@ -74,7 +74,8 @@ def train_task(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingP
             texts = torch.cat([*_old_texts(state, encoder), mean_texts(len(names), *each)])
         head = state.strategy.linear_head(trainer.task)
         groups = None if images.images.groups is None else torch.from_numpy(images.images.groups)
-        closing = ClosingPass(names, features, labels, before, texts, each, views, head, groups)
+        projection = encoder.projection if encoder.has_names else None
+        closing = ClosingPass(names, features, labels, before, texts, each, views, head, groups, projection)
         how = (state.args.drift, state.args.text_embeds, encoder.profile.phase)
         classifiers = learn_task(state.classifiers, closing, *how)
     bridges = [classifier for classifier in classifiers.values() if isinstance(classifier, BridgeEnsembleHead)]

@@ -1,19 +1,23 @@
 """Test features before the projection, and VIS, against literal float64 versions."""
 
 import copy
+import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 from literal_tower import literal_tower, normal
 from lives import images_of, learned, stream, tiny_base, tiny_learner
-from tiny_encoders import make_model, make_processor
+from tiny_encoders import make_model, make_processor, save_encoder
 from torch.nn import functional as F
 
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.encoding import Unprojected
 from dulbe_peft.encoders.loading import ImageOnlyProcessor, unit_image_embeds
+from dulbe_peft.metrics.task_features import learn_from_features, read_features
 from dulbe_peft.papers.vis import levels_of, mixed
 from dulbe_peft.photos.deployment.formats import export_learner
 
@@ -128,7 +132,12 @@ def test_unprojected_learner_is_saved_merged_and_renamed_but_not_exported(tmp_pa
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: frozen(("text",), features="unprojected"), "names have no place among unprojected features"),
+        (
+            lambda: frozen(("bridge",), features="unprojected"),
+            "'bridge' cannot compare names with features='unprojected'",
+        ),
+        (lambda: frozen(("text:text_dim=16",)), "'text' has a text_dim, which only features='unprojected' gives it"),
+        (lambda: tiny_learner("vis", ("text",)), "names have no place among the features of the strategy 'vis'"),
         (lambda: tiny_learner("aper", ("lda",), features="unprojected"), "the strategy 'aper' defines the features"),
     ],
 )
@@ -156,3 +165,54 @@ def test_other_dual_encoders_project_what_unprojected_reads(model_type):
     if model.visual_projection.bias is None:
         torch.testing.assert_close(expected, unit_image_embeds(model, pixels), rtol=0, atol=1e-5)
     assert wide.shape[1] == Unprojected().width(model)
+
+
+def test_names_are_compared_with_the_projection_of_unprojected_features(tmp_path):
+    """With them, `text` is what it is on projected features, and `bayes` reads names, also in a fresh process."""
+    base = str(save_encoder("clip", tmp_path / "base"))
+    learners = {}
+    for kind in ("projected", "unprojected"):
+        args = LearnerArguments(device="cpu", progress=False, prompt_template="a {}.", features=kind)
+        given = load_dual_encoder(base)
+        learner = ClassIncrementalLearner(*given, args=args, strategy="frozen", classifiers=("text", "bayes", "lda"))
+        learners[kind] = learned(learner, 2)
+    plain, learner = learners.values()
+    logits = {kind: each.classifiers["text"](each.image_embeds(PIXELS)) for kind, each in learners.items()}
+    torch.testing.assert_close(logits["unprojected"], logits["projected"], rtol=1e-4, atol=1e-4)
+    assert learner.predict(PIXELS) == plain.predict(PIXELS)
+    bayes, weight = learner.classifiers["bayes"], learner.clip.visual_projection.weight
+    assert bayes.text_embeds.any() and torch.equal(bayes.projection, weight)
+    assert bayes.sums.shape[1] == 32 + 16 + 500 and learner.classifiers["lda"].sums.shape[1] == 32
+    learner.rename_class("a0", "another")
+    assert not torch.equal(bayes.text_embeds, learner.classifiers["bayes"].text_embeds)
+    learner.save_pretrained(tmp_path / "saved")
+    torch.save(torch.stack(PIXELS), tmp_path / "pixels.pt")
+    code = (
+        "import sys, json, torch; from dulbe_peft import ClassIncrementalLearner as L\n"
+        "f = sys.argv[1]\n"
+        "l = L.from_pretrained(f + '/saved'); x = l.image_embeds(list(torch.load(f + '/pixels.pt')))\n"
+        "print(json.dumps({name: each(x).tolist() for name, each in l.classifiers.items()}))"
+    )
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    for name, scores in json.loads(run.stdout.splitlines()[-1]).items():
+        expected = learner.classifiers[name](learner.image_embeds(PIXELS))
+        torch.testing.assert_close(torch.tensor(scores), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_stream_on_unprojected_features_is_learned_again_from_its_features(tmp_path):
+    learner, tasks = frozen(("text", "bayes:features=0"), features="unprojected"), stream(2)
+    results = learner.run(tasks, tmp_path / "run", keep_features=True)
+    assert results["text"] == results["classifiers"]["text"]
+    assert results["text"]["overall"] == results["zero_shot"]["overall"]  # which is computed from projected features
+    stored = read_features(tmp_path / "run")
+    for name, spec in {"text": "text", "bayes": "bayes:features=0"}.items():
+        _, again = learn_from_features(stored, spec, learner.logit_scale)
+        features = learner.image_embeds(PIXELS)
+        torch.testing.assert_close(again(features), learner.classifiers[name](features))
+
+
+def test_adapters_may_change_the_tower_but_not_the_projection():
+    learner = learned(tiny_learner("lora", ("text", "bayes"), features="unprojected"), 2)
+    assert learner.image_embeds(PIXELS).shape[1] == 32 and len(learner.predict(PIXELS)) == len(PIXELS)
+    with pytest.raises(ValueError, match="but the projection that names need has a bias or an adapter"):
+        tiny_learner("lora", ("text",), {"target_modules": ["visual_projection"]}, features="unprojected")

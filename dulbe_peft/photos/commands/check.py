@@ -164,7 +164,6 @@ def _doubtful(
     """Return the images with doubtful labels, the least probable label first, and lines on labels and names."""
     import numpy as np
 
-    from dulbe_peft.encoders.loading import has_text
     from dulbe_peft.photos.data.inventory import Found
     from dulbe_peft.photos.doubtful_labels import doubtful_labels, try_swapped_labels, wrong_labels
     from dulbe_peft.training.state import about_names
@@ -172,7 +171,8 @@ def _doubtful(
     names = next(iter(parts.values())).class_names
     features = np.concatenate([learner.image_embeds(part).cpu().numpy() for part in parts.values()])
     labels = np.concatenate([part.labels for part in parts.values()])
-    texts = learner.text_embeds(names).cpu().numpy() if has_text(learner.clip) else None
+    alike = learner.encoder.has_names and learner.encoder.projection is None
+    texts = learner.text_embeds(names).cpu().numpy() if alike else None
     places = [(split, part, index) for split, part in parts.items() for index in range(len(part))]
     rows = []
     given = features, labels, texts, learner.logit_scale
