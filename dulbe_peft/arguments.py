@@ -161,8 +161,8 @@ class LearnerArguments:
     features: Literal["projected", "unprojected"] = setting(
         "projected",
         "Which image features classifiers learn. projected: those that are compared with names; unprojected: what the "
-        "projection reads, which is wider. text and bayes then compare names with its projection; other classifiers of "
-        "names are refused.",
+        "projection reads, which is wider. text and bayes then compare names with its projection, and other "
+        "classifiers of names are refused.",
     )
     augment: str = setting(
         "none",

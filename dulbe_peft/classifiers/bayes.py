@@ -70,8 +70,10 @@ class BayesRule(ClassSums):
             and rho are both fixed, or after `move`; the scores are then affine in z.
         exact_forgetting: Keep each class's part of W, so that `forget_class` removes all of the class except what it
             added to the tables. This takes 8 min(n_c, d) d bytes per class: 2 MiB for d = 512 and 512 images or more.
+        text_dim: Width of the texts, if they are compared with z = W u / |W u| of features u; 0 if with the features.
 
     Attributes:
+        projection: W, (text_dim, embed_dim), if `text_dim` is not 0. Set it before the first class is learned.
         text_embeds: e_c, (C, `text_dim` or `embed_dim`), unit vectors, or zeros without a text.
         sums, counts, scatter, freedom, factors, factor_rows: Of x, see `ClassSums`; d is `embed_dim` + `text_dim` + M.
         losses: (1 or 2, kappas, rhos, temperatures, wrong), float64: summed log-losses of left-out images, for shares

@@ -80,7 +80,8 @@ def parse_classifier(text: str) -> Recipe:
     if name not in CLASSIFIERS:
         raise ValueError(f"there is no classifier {name!r}{closest(name, CLASSIFIERS)}")
     cls = CLASSIFIERS[name]
-    return Recipe(cls, convert(cls.rule_type, values, f"the {name!r} classifier", hidden=("embed_dim", "logit_scale")))
+    hidden = ("embed_dim", "logit_scale", "text_dim")  # those of the model
+    return Recipe(cls, convert(cls.rule_type, values, f"the {name!r} classifier", hidden=hidden))
 
 
 def parse_classifiers(specs: str | Classifier | Iterable[str | Recipe | Classifier]) -> dict[str, Recipe | Classifier]:
@@ -123,8 +124,8 @@ def make_classifier(
             raise ValueError(f"{who} takes {spec.embed_dim} dimensions, but the model has {embed_dim}")
         return spec
     recipe = parse_classifier(spec) if isinstance(spec, str) else spec
-    chosen = {"text_dim": text_dim} if text_dim and can_project(recipe.kind) else {}
-    return recipe.kind(embed_dim=embed_dim, logit_scale=logit_scale, **chosen | recipe.chosen)
+    width = {"text_dim": text_dim} if text_dim and can_project(recipe.kind) else {}
+    return recipe.kind(embed_dim=embed_dim, logit_scale=logit_scale, **width, **recipe.chosen)
 
 
 def make_classifiers(
@@ -150,5 +151,6 @@ def spec(classifier: Classifier) -> str:
     'bridge:depths=0.0/0.5'
     """
     usual = classifier.rule.setting_defaults()
-    changed = {key: value for key, value in classifier.settings().items() if usual[key] != value}
+    settings = classifier.settings().items()
+    changed = {key: value for key, value in settings if usual[key] != value and key != "text_dim"}
     return format_spec(classifier.name, changed)

@@ -14,6 +14,13 @@ from dulbe_peft.classifiers.state import State
 class TextRule(Rule):
     """Text classifier: logits = tau z . e_c, with e_c the unit text embedding of class c. It ignores training images.
 
+    Args:
+        text_dim: Width of the texts, if they are compared with z = W u / |W u| of features u; 0 if with the features.
+
+    Attributes:
+        text_embeds: e_c, (C, `text_dim` or `embed_dim`), unit vectors.
+        projection: W, (text_dim, embed_dim), if `text_dim` is not 0. Set it before the first class is learned.
+
     Reference:
         Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", 2021, section 3.1.2.
     """

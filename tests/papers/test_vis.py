@@ -14,6 +14,7 @@ from tiny_encoders import make_model, make_processor, save_encoder
 from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
+from dulbe_peft.classifiers import TextClassifier
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.encoding import Unprojected
 from dulbe_peft.encoders.loading import ImageOnlyProcessor, unit_image_embeds
@@ -136,7 +137,12 @@ def test_unprojected_learner_is_saved_merged_and_renamed_but_not_exported(tmp_pa
             lambda: frozen(("bridge",), features="unprojected"),
             "'bridge' cannot compare names with features='unprojected'",
         ),
-        (lambda: frozen(("text:text_dim=16",)), "'text' has a text_dim, which only features='unprojected' gives it"),
+        (lambda: frozen(("text:text_dim=16",)), "the 'text' classifier has no setting 'text_dim'"),
+        (
+            lambda: frozen(TextClassifier(16, 100.0, text_dim=16)),
+            "'text' has a text_dim, which only features='unprojected' gives it",
+        ),
+        (lambda: frozen(TextClassifier(32, 100.0), features="unprojected"), "'text' cannot compare names with"),
         (lambda: tiny_learner("vis", ("text",)), "names have no place among the features of the strategy 'vis'"),
         (lambda: tiny_learner("aper", ("lda",), features="unprojected"), "the strategy 'aper' defines the features"),
     ],
