@@ -5,6 +5,7 @@ No import at the top loads torch, because the process that only starts the other
 # ruff: noqa: E402 - the environment is set before torch is imported
 
 import atexit
+import copy
 import gc
 import os
 import shutil
@@ -74,27 +75,26 @@ def _deterministic(monkeypatch):
     import torch
 
     monkeypatch.setenv("DULBE_PEFT_STORE", os.path.join(STORES, uuid.uuid4().hex))
-    torch.manual_seed(0)
+    # torch.manual_seed also formats the whole stack, for an accelerator that is initialised later.
+    (torch.manual_seed if ACCELERATOR else torch.default_generator.manual_seed)(0)
     yield
     torch.set_num_threads(THREADS)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_clip():
     """A function that returns the same random CLIPModel every time: 16 x 16 images, 16 dimensions, 99 tokens."""
     import torch
     from transformers import CLIPConfig, CLIPModel
 
-    def make() -> CLIPModel:
-        both = {"num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 16}
-        text = {**both, "hidden_size": 24, "intermediate_size": 48, "vocab_size": 99, "max_position_embeddings": 20}
-        text |= {"bos_token_id": 97, "eos_token_id": 98, "pad_token_id": 98}
-        vision = {**both, "hidden_size": 32, "intermediate_size": 64, "image_size": 16, "patch_size": 8}
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).eval()
-
-    return make
+    both = {"num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 16}
+    text = {**both, "hidden_size": 24, "intermediate_size": 48, "vocab_size": 99, "max_position_embeddings": 20}
+    text |= {"bos_token_id": 97, "eos_token_id": 98, "pad_token_id": 98}
+    vision = {**both, "hidden_size": 32, "intermediate_size": 64, "image_size": 16, "patch_size": 8}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).eval()
+    return lambda: copy.deepcopy(clip)
 
 
 @pytest.fixture(scope="session")

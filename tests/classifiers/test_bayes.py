@@ -219,7 +219,9 @@ def test_scores_equal_the_literal_version(each, omega):
     close(classifier.left_out(images[rows], labels[rows]), np.reshape(left_out, (-1, CLASSES)), SINGLE)
 
 
-@pytest.mark.parametrize("each, seed, features", [(4, 3, 7), (2, 5, 0), ([2, 6, 1, 3, 9], 3, 7)])
+@pytest.mark.parametrize(
+    "each, seed, features", [pytest.param(4, 3, 7, marks=pytest.mark.slow), (2, 5, 0), ([2, 6, 1, 3, 9], 3, 7)]
+)
 def test_choice_minimises_the_loss_of_left_out_images(each, seed, features):
     images, labels = photos(each, seed, noise=1.2)
     classifier = taught(images, labels, features=features)

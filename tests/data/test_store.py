@@ -313,6 +313,7 @@ def test_ten_processes_write_to_one_store(tmp_path):
 # ---------------------------------------------------------------------- commands
 
 
+@pytest.mark.slow
 def test_all_commands_together_encode_each_image_once(photos, tmp_path, encoded, capsys, monkeypatch):
     monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
     call(*RUN, "--data", photos, "--increment", 2, "--output", tmp_path / "out")

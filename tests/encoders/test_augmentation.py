@@ -67,7 +67,7 @@ def test_affine_view_equals_the_formula_and_is_filled_with_the_border_colour():
     assert (view[outside] == 200).all()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_classifiers_weight_the_views_of_an_image_as_one_image(base, tasks, workers):
     """Compare with float64 by hand. View v of an image has the seed (seed, 0, v, content) at any index in any task."""
     names = ("lda", "bayes:features=0", "ridge", "prototype", "bridge")

@@ -81,7 +81,7 @@ def test_single_image_gives_the_trial_rate(base, tasks):
 
 
 def test_rate_is_printed_saved_and_kept_by_a_resumed_run(base, tasks, tmp_path, capsys, monkeypatch):
-    whole = make(base)
+    whole, tasks = make(base), tasks[:2]
     results = whole.run(tasks, tmp_path / "whole")
     rate = whole.args.learning_rate
     assert f"learning rate {rate:g}, chosen for the model and this task" in capsys.readouterr().out

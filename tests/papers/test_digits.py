@@ -21,7 +21,7 @@ SPECS = {
     "moe_adapters": "text",
     "vis": "ranpac:features=200",
 }
-FEW = ("magmax", "dualprompt")
+FEW = ("dualprompt",)
 
 
 @pytest.mark.parametrize(

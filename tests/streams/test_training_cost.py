@@ -91,6 +91,7 @@ def test_without_test_images_changed_predictions_are_reported():
     assert trained_away(results_with(changed=[0.01])) == ""
 
 
+@pytest.mark.slow
 def test_run_and_resumed_run_report_the_same_costs(base, digit_folders, tmp_path, capsys):
     """The learning rate is so large that old classes lose accuracy with both classifiers."""
     tasks = tasks_of(digit_folders(4, 10, 10))

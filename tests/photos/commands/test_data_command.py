@@ -230,6 +230,7 @@ def test_names_that_do_not_fit_keep_their_place_beside_a_class_with_one_image():
     assert wrong_labels(features, labels, texts, 10.0)[1] == [3, 9]
 
 
+@pytest.mark.slow
 def test_swapped_labels_are_found_except_by_a_blind_model(monkeypatch):
     features, labels = clouds([20] * 4)
     given = labels.copy()
