@@ -36,7 +36,7 @@ from dulbe_peft.training.learning_rate import MakeTrainer, with_rate
 from dulbe_peft.training.locking import TakesTurns, Turns, takes_turn
 from dulbe_peft.training.state import Estimate, LearnerState
 from dulbe_peft.training.task_trainer import Log, TaskRecord, TaskTrainer, train_task
-from dulbe_peft.utils.processes import choose_device, on_main_process
+from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.profiling import Profile
 from dulbe_peft.utils.torch_settings import default_torch_settings, seeded_randomness
 
@@ -108,11 +108,9 @@ class ClassIncrementalLearner(TakesTurns):
 
     def _adopt(self, state: LearnerState) -> None:
         """Initialise the learner from a state, on the device in its settings."""
-        preparing.check_tracker(state.args.log_with)
         self._turns = Turns()
-        self.device = choose_device(state.args.device)
         self.precision_chosen = state.args.precision == "auto"
-        self.state = preparing.on_device(state, self.device)
+        self.state, self.device = preparing.on_device(state)
         self.encoder = self._encoder(None)
         self.logit_scale = logit_scale(self.state.base)
         self.record = self.closing = self.folder = self.log = None

@@ -25,6 +25,7 @@ from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.processes import (
     check_same_in_all,
+    choose_device,
     choose_precision,
     copy_from_main,
     has_bfloat16,
@@ -150,13 +151,6 @@ def check_model(state: LearnerState) -> None:
     refuse_sharded(state.base)
 
 
-def check_tracker(name: str | None) -> None:
-    """Raise an `ImportError` if the package of a tracker is missing."""
-    if name and not filter_trackers(name, "runs"):
-        package = "tensorboard" if name == "all" else name
-        raise ImportError(f"log_with is {name!r}, whose package is missing: pip install {package}")
-
-
 def new_state(
     model: nn.Module,
     processor: object,
@@ -196,9 +190,17 @@ def new_state(
     return replace(state, classifiers=new)
 
 
-def on_device(state: LearnerState, device: torch.device) -> LearnerState:
-    """Move model and classifiers to a device; return the state with a concrete precision and the final processor."""
+def on_device(state: LearnerState) -> tuple[LearnerState, torch.device]:
+    """Move model and classifiers to the device in the settings, and return the state and the device.
+
+    The state's precision is then a concrete one, and its processor the final one. Raises an `ImportError` if the
+    package of `log_with` is missing.
+    """
     args, processor = state.args, state.processor
+    if (name := args.log_with) and not filter_trackers(name, "runs"):
+        package = "tensorboard" if name == "all" else name
+        raise ImportError(f"log_with is {name!r}, whose package is missing: pip install {package}")
+    device = choose_device(args.device)
     bfloat16 = args.backend != "onnx" and has_bfloat16(device)
     args = replace(args, precision=choose_precision(args.precision, None, state.strategy.adapts, bfloat16))
     model = state.model.to(device).eval()
@@ -210,4 +212,5 @@ def on_device(state: LearnerState, device: torch.device) -> LearnerState:
     memory = state.memory
     if isinstance(memory, dict):
         memory = {name: tensor.to(device) for name, tensor in memory.items()}
-    return replace(state, args=args, model=model, processor=processor, classifiers=classifiers, memory=memory)
+    state = replace(state, args=args, model=model, processor=processor, classifiers=classifiers, memory=memory)
+    return state, device
