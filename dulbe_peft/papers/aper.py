@@ -60,6 +60,10 @@ class Aper(FirstTaskOnly):
     name = "aper"
     classifiers = ("prototype", "bayes")
 
+    @property
+    def needs_names(self) -> bool:
+        return self.head == "text"
+
     def encoding(self, memory: Memory | None) -> Encoding:
         return TwoTowers(Adapted(memory, self.scale) if isinstance(memory, dict) else None)
 

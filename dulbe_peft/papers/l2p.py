@@ -100,7 +100,8 @@ class L2P(PromptStrategy):
             raise ValueError(f"length must be even for prefixes, half keys and half values, got {length}")
         if not prefix and not (encoder_of(clip).cls_token and hasattr(clip, "vision_model")):
             raise ValueError(
-                f"a {type(clip).__name__} has no class token after which tokens can stand: use form=prefix"
+                f"form=tokens puts prompts after the class token of a tower like CLIP's, and a {type(clip).__name__} "
+                "has none: use form=prefix"
             )
         if old:
             return {name: old[name].clone() for name in ("pool", "keys")}

@@ -144,6 +144,10 @@ class PromptStrategy(Strategy):
         if self.head == "linear":  # the default of a learner
             object.__setattr__(self, "classifiers", ("linear_head", "bayes"))
 
+    @property
+    def needs_names(self) -> bool:
+        return self.head == "text"
+
     def begin(self, task: NewTask, old: Mapping[str, Tensor], draw: "Draw") -> dict[str, Tensor]:
         """Return the tensors to train, by name, from those of the tasks before."""
         raise NotImplementedError

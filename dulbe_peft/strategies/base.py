@@ -109,7 +109,7 @@ class Step:
     task_loss: torch.Tensor  # cross-entropy over the current classes, a scalar
     features: torch.Tensor  # (n, d), unit image features
     labels: torch.Tensor  # (n,), indices of the task's classes
-    text: torch.Tensor  # (classes, d), unit text embeddings of the task's classes
+    text: torch.Tensor  # (classes, d), unit text embeddings of the task's classes; (0, d) without a text tower
     # (old classes, d), encoded by the model before this task. Set if `needs` contains "teacher".
     old_text: torch.Tensor | None
     encode: Callable[[], torch.Tensor]  # computes the features of the same images with the current model
@@ -151,6 +151,11 @@ class Strategy:
     def settings(self) -> dict[str, object]:
         """Return the fields and their values as plain data."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+
+    @property
+    def needs_names(self) -> bool:
+        """Whether training compares images with the names of classes, for which the model needs a text tower."""
+        return self.adapts
 
     def trained_weights(self, layer: DualModeLinear) -> int:
         """Return how many single weights of a layer are trained instead of its modes; 0 if the modes are trained."""

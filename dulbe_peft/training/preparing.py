@@ -143,7 +143,7 @@ def check_model(state: LearnerState) -> None:
             f"model must come from get_peft_model(clip, DualModeLoraConfig(...)) for the strategy {strategy.name!r}, "
             f"got {type(model).__name__}"
         )
-    loading.check_encoder(state.base, text=strategy.adapts)
+    loading.check_encoder(state.base, text=strategy.needs_names)
     loading.check_processor(state.processor, state.base)
     if strategy.adapts:
         loading.check_statistics_tokens(state.base, state.args.statistics_tokens)

@@ -21,7 +21,7 @@ from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.teaching import ClosingPass, learn_task
 from dulbe_peft.encoders.encoder import Batch, Encoder
-from dulbe_peft.encoders.loading import logit_scale
+from dulbe_peft.encoders.loading import has_text, logit_scale
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.encoders.text_encoder import mean_texts
 from dulbe_peft.strategies.base import GRADIENTS, INPUTS, TEACHER, Memory, Modes, NewTask, Step
@@ -284,8 +284,10 @@ class TaskTrainer:
     def step_of(self, batch: Batch) -> Step:
         """Compute the task loss of a batch: the pixels of this process's rows, labels and indices of all rows."""
         pixels, labels, index = batch
+        named = has_text(self.encoder.clip)
         if self._trained_text is None or self._trained_text.requires_grad:  # a frozen text tower runs only once
-            self._trained_text = self.encoder.token_embeds(self._tokens)
+            nothing = torch.zeros(0, self.encoder.embed_dim, device=self.encoder.device)
+            self._trained_text = self.encoder.token_embeds(self._tokens) if named else nothing
         text = self._trained_text
 
         encoding, queries, rows = self.encoder.encoding, None, None
@@ -306,7 +308,7 @@ class TaskTrainer:
                 return encode()
 
         features = encode()
-        if encoding is None or encoding.names:
+        if named and (encoding is None or encoding.names):
             task_loss = cross_modal_loss(features, text, labels, self.logit_scale)
         else:
             task_loss = features.new_zeros(())  # the strategy has a loss of its own
