@@ -313,6 +313,7 @@ def test_photograph_in_another_folder_than_before_is_moved(digit_folders, tmp_pa
     assert len({*learner.state.known.class_of()}) == 18
 
 
+@pytest.mark.slow
 def test_photographs_of_another_known_class_stay_with_no_update(digit_folders, tmp_path, capsys):
     june = shutil.copytree(digit_folders(3, 6, 0), tmp_path / "june")
     shutil.move(june / "train" / "two", tmp_path / "two")
@@ -329,6 +330,7 @@ def test_photographs_of_another_known_class_stay_with_no_update(digit_folders, t
     assert counts == {"zero": 5, "one": 6, "two": 7}
 
 
+@pytest.mark.slow
 def test_names_of_new_classes_are_printed_with_the_known_one_they_resemble(digit_folders, tmp_path, capsys):
     photos = digit_folders(3, 4, 0)
     june = tmp_path / "june"
