@@ -418,3 +418,13 @@ def test_saved_classifier_predicts_without_solving_again(each, settings, tmp_pat
     write_tensors(tmp_path / "new" / "bayes.safetensors", state | {"solved.weight": torch.zeros(CLASSES, 2)}, {})
     with pytest.raises(ValueError, match=r"the tensors 'solved.' must have one of the shapes .* got .*\(5, 2\)"):
         BayesClassifier.from_pretrained(tmp_path / "new")
+
+
+def test_other_texts_forget_how_well_the_old_ones_described_the_images():
+    named = taught(*photos(noise=0.3), features=0)
+    told = {name: named.tensors()[name] for name in ("by_text", "shown")}
+    tables = {name: named.tensors()[name] for name in ("losses", "judged", "sums", "scatter")}
+    named.set_text_embeds(TEXTS.roll(1, dims=0))
+    assert all(table.any() and not named.tensors()[name].any() for name, table in told.items())
+    assert all(torch.equal(named.tensors()[name], table) for name, table in tables.items())
+    assert named.rule.choice(named.state)[3] == 0.0, "nothing is known of the new texts"
