@@ -20,6 +20,7 @@ from transformers import TrainingArguments
 
 import dulbe_peft
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, DualModeTrainer, LearnerArguments, load_clip
+from dulbe_peft.utils.extras import PHOTOS
 
 ABSENT = ("click", "joblib", "matplotlib", "sklearn")
 
@@ -76,9 +77,10 @@ def main() -> None:
         print(loaded.predict(pictures))
         run_first_snippet_of_readme(folder)
     command = subprocess.run([sys.executable, "-m", "dulbe_peft", "--help"], capture_output=True, text=True)
-    if importlib.util.find_spec("click") is None:
+    missing = [package for module, package in PHOTOS.items() if importlib.util.find_spec(module) is None]
+    if missing:
         assert (command.returncode, command.stdout) == (2, "")
-        message = "dulbe-peft needs the package click: pip install 'dulbe_peft[photos]'\n"
+        message = f"dulbe-peft needs the package {missing[0]}: pip install 'dulbe_peft[photos]'\n"
         assert command.stderr == message, command.stderr
     print(f"dulbe_peft {dulbe_peft.__version__} in {Path(dulbe_peft.__file__).parent}")
 

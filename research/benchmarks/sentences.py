@@ -343,6 +343,23 @@ def suggested(results: Path, labels: str = "2") -> str:
     )
 
 
+def parts(results: Path, file: str = "parts") -> str:
+    """Return sentences on what the names lose if a part of DuLBE is left out, from `examples/parts.py`."""
+    systems = json.loads((results / f"{file}.json").read_text(encoding="utf-8"))["accuracies"]
+    whole = systems["DuLBE"]["all"]
+    means = {name: one(fmean(figures["all"])) for name, figures in systems.items()}
+    left_out = [name for name in systems if name.startswith("without ")]
+    paying = [name for name in left_out if all(map(float.__lt__, systems[name]["all"], whole))]
+    others = [name for name in left_out if name not in paying]
+    worse, unclear = (", ".join(f"{means[name]} {name}" for name in names) for names in (paying, others))
+    return (
+        f"Their names classify {means['nothing trained']} % correctly without training, and {means['DuLBE']} with "
+        f"DuLBE; {worse} (worse with each of {len(whole)} seeds);\n{unclear} (no clear difference). LoRA has "
+        f"{means['LoRA']}. With three times the rate, DuLBE has {means['DuLBE, three times the rate']} and LoRA "
+        f"{means['LoRA, three times the rate']}."
+    )
+
+
 _SENTENCES = (
     leads,
     published,
@@ -355,5 +372,6 @@ _SENTENCES = (
     refused,
     suggested,
     untidied,
+    parts,
 )
 SENTENCES: dict[str, Any] = {each.__name__: each for each in _SENTENCES}

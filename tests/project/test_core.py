@@ -118,17 +118,19 @@ def test_tested_versions_match_setup_and_constraints():
         assert Version(version) in SpecifierSet(versions.removeprefix(package))
 
 
-WITHOUT_CLICK = """
+WITHOUT_PACKAGE = """
 import sys
-sys.modules["click"] = None
+sys.modules[sys.argv[1]] = None
 from dulbe_peft.photos.__main__ import start
+sys.argv[1] = "--help"
 sys.exit(start())
 """
 
 
-def test_command_line_without_click_prints_one_sentence():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_CLICK, "--help"], capture_output=True, text=True)
-    message = "dulbe-peft needs the package click: pip install 'dulbe_peft[photos]'\n"
+@pytest.mark.parametrize(("module", "package"), PHOTOS.items())
+def test_command_line_without_a_package_prints_one_sentence_at_once(module, package):
+    done = subprocess.run([sys.executable, "-c", WITHOUT_PACKAGE, module], capture_output=True, text=True)
+    message = f"dulbe-peft needs the package {package}: pip install 'dulbe_peft[photos]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 

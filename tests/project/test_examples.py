@@ -86,10 +86,23 @@ def test_examples_of_predictions_and_of_estimators_run(tmp_path):
     assert float(first) > 0.9 and "'classifier'" in best
 
 
-def test_parts_example_measures_a_system(tmp_path):
+def test_parts_example_measures_a_system_and_adds_it_to_the_file(tmp_path):
+    stored = json.loads((EXAMPLES.parent / "research/benchmarks/results/parts.json").read_text())["accuracies"]
+    (tmp_path / "parts.json").write_text(json.dumps({"accuracies": {"LoRA": stored["LoRA"]}}))
     output = run("parts.py", "--systems", "nothing trained", "--output", "parts.json", cwd=tmp_path)
-    accuracies = json.loads((tmp_path / "parts.json").read_text())["accuracies"]["nothing trained"]
-    assert f"learned {accuracies['learned'][0]:.1f}" in output and 50 < accuracies["never learned"][0] <= 100
+    accuracies = json.loads((tmp_path / "parts.json").read_text())["accuracies"]
+    untrained = accuracies["nothing trained"]
+    assert f"all {untrained['all'][0]:.1f}" in output and accuracies["LoRA"] == stored["LoRA"]
+    assert untrained["all"][0] == pytest.approx(stored["nothing trained"]["all"][0], abs=0.5)  # one image is 0.2
+
+
+def test_names_of_the_parts_example_lose_without_either_mode(tmp_path):
+    shown = ["DuLBE", "without the shared mode", "without the residual modes"]
+    run("parts.py", "--systems", *shown, "--output", "parts.json", cwd=tmp_path)
+    whole, *others = (
+        json.loads((tmp_path / "parts.json").read_text())["accuracies"][name]["all"][0] for name in shown
+    )
+    assert max(others) < whole
 
 
 def test_every_example_is_run_by_a_test():

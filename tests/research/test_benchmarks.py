@@ -292,6 +292,22 @@ def test_sentences_on_estimates_rejection_and_suggestions(tmp_path):
     assert "by +5.0 (+5.0 to +5.0) on small models" in said and said.endswith("the difference is a, no names +2.5.")
 
 
+def test_sentences_on_parts_name_those_that_are_worse_with_every_seed(tmp_path):
+    figures = {
+        "nothing trained": [30, 40],
+        "DuLBE": [60, 70],
+        "LoRA": [50, 60],
+        "LoRA, three times the rate": [70, 80],
+    }
+    figures |= {"without the shared mode": [59, 65], "without routing": [59, 71]}
+    figures |= {"DuLBE, three times the rate": [80, 90]}
+    accuracies = {name: {"all": [float(value) for value in values]} for name, values in figures.items()}
+    (tmp_path / "parts.json").write_text(json.dumps({"accuracies": accuracies}))
+    said = sentences.parts(tmp_path)
+    assert "65.0 with DuLBE; 62.0 without the shared mode (worse with each of 2 seeds)" in said
+    assert "65.0 without routing (no clear difference)" in said and "rate, DuLBE has 85.0 and LoRA 75.0." in said
+
+
 def test_refused_prediction_sets_are_no_figure(tmp_path):
     """They are refused where three of twenty classes have several images, and a table says so."""
     images = F.normalize(torch.eye(20).repeat(8, 1) + 0.1 * torch.rand(160, 20), dim=1)
