@@ -3,7 +3,7 @@
 The camera is a poor one: its pictures of handwritten digits are grey in grey, which the model has never seen, so that
 it recognises a third of them by their names instead of nine of ten. Four tasks teach two digits each, and two digits
 are never learned. An image is right if the nearest of all ten names is its own. The settings are the paper's, with 40
-images of each digit and five epochs.
+images of each digit and five epochs. Without a mode, the rank is lower, too.
 
     python examples/parts.py                                  # one seed, in about a minute
     python examples/parts.py --seeds 5 --output parts.json    # five seeds: order of the digits, images and weights
