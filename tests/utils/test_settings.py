@@ -33,7 +33,7 @@ def declared():
                 partial(cls, 8),
                 name,
                 field_types(cls.rule_type)[name],
-                partial(parse_classifier, f"{cls.name}:{name}=%s"),
+                None if name == "text_dim" else partial(parse_classifier, f"{cls.name}:{name}=%s"),  # the model's
             )
     for cls in STRATEGIES.values():
         for name, hint in field_types(cls).items():
