@@ -124,7 +124,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
             if name not in self._homes:
                 self._add_entry_points()
             home = self._homes[name]
-            cls = resolve_name(home) if isinstance(home, str) else home.load()
+            cls = resolve_name(home) if isinstance(home, str) else self._loaded(home)
             if getattr(cls, "name", None) != name:
                 raise ValueError(
                     f"the entry point {name!r} of {self.group!r} points to {cls!r:.100}, whose name is "
@@ -132,6 +132,16 @@ class Registry(Mapping[str, type[T]], Generic[T]):
                 )
             self._classes.setdefault(name, cls)  # importing the class may have registered it
         return self._made(self._classes[name])
+
+    def _loaded(self, point: EntryPoint) -> Any:
+        try:
+            return point.load()
+        except (AttributeError, ImportError) as error:
+            package = point.dist.name if point.dist else "an unknown package"
+            raise ValueError(
+                f"the {self.kind} {point.name!r} of the package {package} cannot be imported from "
+                f"{point.value!r}: {error}"
+            ) from error
 
     def __iter__(self) -> Iterator[str]:
         self._add_entry_points()

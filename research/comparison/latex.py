@@ -20,6 +20,7 @@ DEFAULT = ("method", "classifier", "drift", "seeds", "A_last", "A_bar", "forgett
 NOTE = r"""% In percent: the mean over the seeds $\pm$ their standard deviation. Differences are in percentage points,
 % with 95 % intervals over seeds and test images. Bold: the best row of a stream. $^\dagger$: not clearly worse
 % than the best row (the interval of the paired difference, at the level of Holm's test over all rows, includes zero).
+% The best row was chosen on the same images, which makes it look a little better than it is.
 % Needs \usepackage{booktabs}.
 """
 

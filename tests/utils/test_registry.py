@@ -25,6 +25,8 @@ ENTRY_POINTS = """
 [dulbe_peft.classifiers]
 centroid = tiny_plugin:CentroidRule
 lda = tiny_plugin:CentroidRule
+gone = tiny_plugin:GoneRule
+nowhere = tiny_plug:GoneRule
 [dulbe_peft.strategies]
 still = tiny_plugin:Still
 """
@@ -38,6 +40,11 @@ with warnings.catch_warnings(record=True) as warned:
     assert make_classifier("centroid", 8).name == "centroid"
     assert make_strategy("still").classifiers == ("centroid", "lda") and {"still", "bofa"} < set(STRATEGIES)
     assert make_classifier("lda", 8).__class__.__module__ == "dulbe_peft.classifiers.lda"
+    for name in ("gone", "nowhere"):
+        try:
+            make_classifier(name, 8)
+        except ValueError as error:
+            print(error)
     listed, before = "bofa" in CLASSIFIERS, "dulbe_peft.papers.bofa" in sys.modules
     after = CLASSIFIERS["bofa"] is not None and "dulbe_peft.papers.bofa" in sys.modules
     print(f"bofa is listed {listed}, imported before its lookup {before} and after it {after}")
@@ -63,6 +70,13 @@ def printed(tmp_path_factory):
 @pytest.mark.slow
 def test_entry_points_of_an_installed_package_are_registered(printed):
     assert "the classifier 'lda' of the package tiny-plugin is ignored, because the name is taken" in printed
+
+
+@pytest.mark.slow
+def test_entry_point_that_leads_nowhere_is_named(printed):
+    for name, place in (("gone", "tiny_plugin"), ("nowhere", "tiny_plug")):
+        start = f"the classifier '{name}' of the package tiny-plugin cannot be imported from '{place}:GoneRule': "
+        assert start in printed
 
 
 @pytest.mark.slow
