@@ -142,23 +142,6 @@ def family(results: Path, file: str, stream: str, classifiers: str, methods: str
     return [["method", *whole_head(columns)], *lines]
 
 
-def revised(results: Path, files: str) -> list[list[str]]:
-    """Return a line for each row of comparisons of methods with their former settings.
-
-    The difference is that of the method with the same classifier, or of classifiers if a file has only one method.
-    """
-    lines = []
-    for file in files.split(","):
-        rows = compared(results, file)
-        name, ends = ("gain", "gain_") if any(row["gain"] for row in rows.values()) else ("last_difference", "last_")
-        for (stream, method, classifier), row in rows.items():
-            interval = f"{signed(row[f'{ends}low'])} to {signed(row[f'{ends}high'])}" if row[name] else ""
-            difference = f"{signed(row[name])} ({interval})" if interval else ""
-            figure = f"{percent(row['last'])} ± {percent(row['last_std'])}"
-            lines.append([f"{stream}: {named(method)}", f"`{classifier}`", figure, difference])
-    return [["", "classifier", "A_last", "difference (95 %)"], *lines]
-
-
 def drifts(results: Path, files: str, method: str, classifiers: str) -> list[list[str]]:
     """Return a `whole_line` for each stream without training, and for each drift correction of a method.
 
@@ -399,20 +382,5 @@ def best_bold(figures: list[float], best: Callable[..., float] | None) -> list[s
 
 
 COMPARISONS = (trained, family, drifts, gaps)  # the tables with the columns of `whole_head`
-_TABLES = (
-    frozen,
-    extremes,
-    untidy,
-    edges,
-    *COMPARISONS,
-    revised,
-    pays,
-    costs,
-    gpu,
-    beside,
-    estimates,
-    errors,
-    order,
-    suggest,
-)
+_TABLES = (frozen, extremes, untidy, edges, *COMPARISONS, pays, costs, gpu, beside, estimates, errors, order, suggest)
 TABLES: dict[str, Any] = {table.__name__: table for table in _TABLES}

@@ -184,7 +184,7 @@ def changed(rows: Sequence[Row], every: dict[tuple[str, str, str], Row]) -> str:
 
 def differences(results: Path, file: str, classifier: str) -> str:
     """Return a bullet for each stream: the accuracy of a classifier, and its difference to the reference."""
-    rows = [row for row in compared(results, file).values() if row["classifier"] == classifier]
+    rows = [row for row in compared(results, file).values() if row["classifier"] == classifier and row["last_low"]]
     ends = ("last_difference", "last_low", "last_high")
     return "\n".join(
         "- {}: {} %, {} ({} to {}).".format(row["stream"], percent(row["last"]), *(signed(row[end]) for end in ends))

@@ -130,6 +130,7 @@ OTHER = {
     "dualprompt": {"head": "linear"},
     "inflora": {"tasks": 10},
     "l2p": {"head": "linear", "start": 1.0, "pool": 30, "length": 20},
+    "lfi": {"captions": 3},
     "lora_sub": {"normalize": True},
     "sgcl": {"soft_weight": 0.015},
     "zscl": {"reference_images": "$REFERENCES", "distillation": 5.0},
