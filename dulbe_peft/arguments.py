@@ -158,6 +158,11 @@ class LearnerArguments:
         "How images are resized to the model's size. processor: as the model's processor does; crop: scale the short "
         "side and crop the centre; squash: scale the whole image to a square.",
     )
+    whole_images: bool = setting(
+        False,
+        "Decode JPEG files whole. Otherwise large ones are decoded at 1/2, 1/4 or 1/8 of their size, with at least "
+        "three times as many pixels a side as the model reads.",
+    )
     features: Literal["projected", "unprojected"] = setting(
         "projected",
         "Which image features classifiers learn. projected: those that are compared with names; unprojected: what the "

@@ -257,7 +257,16 @@ class ClassIncrementalLearner(TakesTurns):
         self.encoder.store = store
 
     def change_settings(self, args: LearnerArguments) -> None:
-        """Change the settings. The device and what was learned stay, and so does the precision if it is "auto"."""
+        """Change the settings. The device and what was learned stay, and so does the precision if it is "auto".
+
+        Raises:
+            ValueError: If images would be read differently from those that were learned.
+        """
+        if self.tasks and args.whole_images != self.args.whole_images:
+            raise ValueError(
+                f"whole_images is {args.whole_images}, but this learner has learned with "
+                f"whole_images={self.args.whole_images}: make a new learner"
+            )
         args = replace(args, precision=self.args.precision) if args.precision == "auto" else args
         self.use_state(replace(self.state, args=args))
         self.encoder = self._encoder(self.encoder.store)

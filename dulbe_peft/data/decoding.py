@@ -122,7 +122,19 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image
 
 
-# The source of the next three functions is copied into the cards of exported models.
+# The source of the next four functions is copied into the cards of exported models.
+def decode_smaller(image: Image.Image, side: int) -> None:
+    """Have a JPEG decoded at 1/8, 1/4 or 1/2 of its size if each side then has at least `side` pixels; 0: never.
+
+    Both sides must be multiples of 8, 4 or 2: a part of a pixel at the border would change the proportions.
+    """
+    width, height = image.size
+    for parts in (8, 4, 2):
+        if min(width, height) >= parts * side > 0 and width % parts == height % parts == 0:
+            image.draft(None, (width // parts, height // parts))
+            return
+
+
 def turn_of(image: Image.Image) -> Image.Transpose | None:
     """Return how to turn an image as its EXIF orientation says. Browsers ignore the one in XMP, which Pillow reads."""
     info = image.info
@@ -222,15 +234,14 @@ def header_of_file(source: Source) -> Header:
 def decode_file(source: Source, content: bytes, side: int = 0) -> tuple[Image.Image, Header]:
     """Decode the first frame of an image file with the bytes `content` to an upright RGB image; return its header too.
 
-    With `side`, a JPEG is decoded at the smallest scale, 1/8 to 1, at which its short side has at least `side` pixels.
+    `side` is that of `decode_smaller`.
     """
     if zeros := _missing(content):
         raise UnreadableImageError(f"its last {zeros} bytes are zero: the file was not copied completely")
     try:
         with open_image(io.BytesIO(content)) as image:
             size, pages = image.size, pages_of(image)
-            if side:
-                image.draft(None, (side, side))
+            decode_smaller(image, side)
             rgb = to_rgb(image)
             return rgb, Header(size, pages, time_taken(image))  # Pillow would remember the orientation in XMP earlier
     except Exception as error:  # Pillow's decoders raise almost anything on damaged files

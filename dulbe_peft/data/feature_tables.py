@@ -65,6 +65,9 @@ class FeatureTable:
             return
         noted = self.note.facts
         wrong = [name for name in {**facts, **noted} if noted.get(name) != facts.get(name)]
+        if wrong == ["jpeg_side"] and not {*wrong} <= noted.keys() & facts.keys():
+            how = "smaller: omit --whole-images" if "jpeg_side" in noted else "whole: add --whole-images"
+            raise ValueError(f"{self.name} was made from JPEG files decoded {how} (whole_images in Python)")
         if wrong:
             made = f"{self.name} was made by {self.note.model!r}"
             raise ValueError(f"{made}, not by this model as it is: {', '.join(wrong)} differ")

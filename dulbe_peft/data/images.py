@@ -79,11 +79,14 @@ class LabelledImages:
         """Return an image, upright and in RGB if it is a file or a PIL image; errors do not name the image."""
         return self.read(index)[1]
 
-    def read(self, index: int) -> tuple[bytes | None, object]:
-        """Return an image's content, see `contents`, and the image, both from the same bytes."""
+    def read(self, index: int, side: int = 0) -> tuple[bytes | None, object]:
+        """Return an image's content, see `contents`, and the image, both from the same bytes.
+
+        `side` is that of `decode_smaller`, for images that are files.
+        """
         image = self.given(index)
         if isinstance(image, FILES):
-            return self._decoded(int(self.indices[index]), image)[:2]
+            return self._decoded(int(self.indices[index]), image, side)[:2]
         if isinstance(image, Image.Image):
             image = to_rgb(image)
         return content_of(image), image
@@ -120,7 +123,7 @@ class LabelledImages:
     def _decoded(self, position: int, file: Any, side: int = 0) -> tuple[bytes, Image.Image, Glance]:
         """Read a file once, and return its content, the decoded image, and what is kept of it.
 
-        `side` is that of `decode_file`.
+        `side` is that of `decode_smaller`.
         """
         entry = _entry_or_none(file)
         stored = stored_bytes(file)

@@ -20,7 +20,7 @@ from dulbe_peft.encoders import backends, loading
 from dulbe_peft.encoders.encoding import Encoding, encoding_of, untouched
 from dulbe_peft.encoders.identity import ImageTowerFacts, encoder_key
 from dulbe_peft.encoders.loading import unpacked
-from dulbe_peft.encoders.pixels import PixelDataset, read_batches
+from dulbe_peft.encoders.pixels import PixelDataset, jpeg_side, read_batches
 from dulbe_peft.encoders.text_encoder import TextEncoder
 from dulbe_peft.utils import processes
 from dulbe_peft.utils.processes import choose_device, choose_precision, has_bfloat16
@@ -139,7 +139,8 @@ class Encoder(TextEncoder):
             self._check_features(images.features)
         cached = keep and self.args.num_workers in (0, "auto") and self.args.teacher == "cached"
         cache_bytes = self.args.pixel_cache_mb * 2**20 if cached else 0
-        return PixelDataset(images, self.processor, loading.image_shape(self.clip, self.processor), cache_bytes)
+        shape = loading.image_shape(self.clip, self.processor)
+        return PixelDataset(images, self.processor, shape, cache_bytes, self.jpeg_side)
 
     def views(self, features: torch.Tensor, images: PixelDataset, title: str) -> torch.Tensor | None:
         """Return `features`, (n, d), together with those of the augmented views, (n, 1 + copies, d).
@@ -161,13 +162,19 @@ class Encoder(TextEncoder):
         return self.args.precision + by, 1 if self.args.augment == "none" else 1 + self.args.copies
 
     @property
+    def jpeg_side(self) -> int:
+        """How many pixels each side of a JPEG file needs when it is decoded, or 0 if it is decoded whole."""
+        return jpeg_side(self.processor, self.clip, self.args.whole_images)
+
+    @property
     def facts(self) -> dict[str, str]:
         """Facts that distinguish this encoder's image features from another's, equal on every machine."""
         graph = {"graph": self.graph or ""} if self.args.precision == "int8" else {}
         by = {} if (encoding := self.encoding) is None else {"encoding": encoding.digest}
         facts = self._untouched_facts if self._untouched else self._tower_facts
         tower = facts(self.clip, self.processor, self._untouched)
-        return tower | {"precision": self.args.precision} | graph | by
+        side = {"jpeg_side": str(self.jpeg_side)} if self.jpeg_side else {}
+        return tower | {"precision": self.args.precision} | graph | by | side
 
     @property
     def key(self) -> EncoderKey:

@@ -19,6 +19,7 @@ from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data import decoding
 from dulbe_peft.data.augmentation import augmented
 from dulbe_peft.data.decoding import UnreadableImageError
+from dulbe_peft.data.glance import PICTURE_SIDE
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.encoders.loading import ImageOnlyProcessor, encoder_of, image_shape, pixel_values
 from dulbe_peft.utils import processes
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IMAGE_RESIZES = ("crop", "squash")
+MARGIN = 3  # a JPEG is decoded with at least this many times the pixels that the processor resizes a side to
 PixelRow = tuple[torch.Tensor, int, int, bytes, str]  # pixel values, label, index, content, error ("" if readable)
 
 
@@ -52,15 +54,34 @@ def with_image_resize(processor: Any, model: "PreTrainedModel", resize: str) -> 
     return type(processor)(image_processor=new, tokenizer=processor.tokenizer)
 
 
+def jpeg_side(processor: Any, model: object, whole_images: bool) -> int:
+    """Return how many pixels each side of a JPEG file needs when it is decoded, or 0 if it is decoded whole.
+
+    It is decoded whole unless the processor resizes every image to the same short side, or to the same size.
+    """
+    settings = processor.image_processor.to_dict() if hasattr(processor.image_processor, "to_dict") else {}
+    size, resizes = settings.get("size"), settings.get("do_resize") is True and not encoder_of(model).patches
+    if whole_images or not resizes or not isinstance(size, dict):
+        return 0
+    fixed = bool(size) and {*size} <= {"shortest_edge", "height", "width"}
+    return max(MARGIN * max(size.values()), 2 * PICTURE_SIDE) if fixed else 0
+
+
 class PixelDataset(Dataset[PixelRow]):
     """Images as pixel values of `image_shape`, cached in memory if all of them fit into `cache_bytes`."""
 
     skips = False  # whether an unreadable image gives zeros instead of an error
 
     def __init__(
-        self, images: LabelledImages, processor: Any, image_shape: tuple[int, ...], cache_bytes: int = 0
+        self,
+        images: LabelledImages,
+        processor: Any,
+        image_shape: tuple[int, ...],
+        cache_bytes: int = 0,
+        side: int = 0,
     ) -> None:
         self.images = images
+        self.side = side  # as for `decode_smaller`
         self.labels = images.labels
         self.processor = processor
         self.image_shape = image_shape
@@ -114,7 +135,7 @@ class PixelDataset(Dataset[PixelRow]):
         """
         if self.cache is not None and index in self.cache:
             return None, self.cache[index]
-        content, image = self.images.read(index)
+        content, image = self.images.read(index, self.side)
         if self.augment is not None:
             kinds, seed = self.augment
             image = augmented(image, kinds, (*seed, int.from_bytes(content or b"", "little")))

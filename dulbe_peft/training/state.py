@@ -19,6 +19,7 @@ from dulbe_peft.data.images import LabelledImages, named_images
 from dulbe_peft.data.known import KnownImages
 from dulbe_peft.encoders import loading
 from dulbe_peft.encoders.encoding import Encoding, encoding_of
+from dulbe_peft.encoders.pixels import jpeg_side
 from dulbe_peft.strategies.base import Memory, Strategy
 from dulbe_peft.utils.records import Fraction, Record
 from dulbe_peft.utils.tensors import identity
@@ -146,6 +147,11 @@ class LearnerState:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the cached encoding, which is made again."""
         return {**vars(self), "_encoding": None}
+
+    @property
+    def jpeg_side(self) -> int:
+        """How many pixels each side of a JPEG file needs when it is decoded, or 0 if it is decoded whole."""
+        return jpeg_side(self.processor, self.base, self.args.whole_images)
 
     @property
     def classifier(self) -> Classifier:

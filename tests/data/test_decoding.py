@@ -14,7 +14,14 @@ import pytest
 from PIL import EpsImagePlugin, ExifTags, Image, ImageCms, ImageOps
 
 from dulbe_peft.data import decoding
-from dulbe_peft.data.decoding import UnreadableImageError, decode_image, image_suffixes, to_rgb, why_not_read
+from dulbe_peft.data.decoding import (
+    UnreadableImageError,
+    decode_file,
+    decode_image,
+    image_suffixes,
+    to_rgb,
+    why_not_read,
+)
 from dulbe_peft.data.folders import folder_content
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.unlabelled import as_image
@@ -293,3 +300,57 @@ def test_every_listed_suffix_can_be_decoded(tmp_path, suffix):
     path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(UnreadableImageError):
         decode_image(path)
+
+
+def photograph(mode="RGB", size=(1600, 1200)):
+    """Return a smooth picture without symmetry, so that a wrong turn or scale would show."""
+    width, height = size
+    across, down = np.meshgrid(np.linspace(0, 1, width), np.linspace(0, 1, height))
+    channels = [255 * across, 255 * down**2, 127 + 127 * np.sin(9 * across + 3 * down)]
+    return Image.fromarray(np.stack(channels, axis=2).astype(np.uint8)).convert(mode)
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize(("mode", "orientation"), [("RGB", 1), ("RGB", 6), ("RGB", 3), ("L", 8), ("CMYK", 5)])
+def test_large_jpeg_decoded_smaller_shows_the_same(mode, orientation, progressive):
+    packed = io.BytesIO()
+    settings = {"quality": 95, "exif": tagged(orientation), "progressive": progressive}
+    photograph(mode).save(packed, "JPEG", **settings)
+    whole, header = decode_file("", packed.getvalue())
+    small, same = decode_file("", packed.getvalue(), 250)
+    assert header == same and header.size == (1600, 1200)
+    assert small.size == tuple(side // 4 for side in whole.size) and small.mode == "RGB"
+    expected = np.asarray(whole.reduce(4)).astype(int)
+    assert abs(np.asarray(small) - expected).mean() < 1 and abs(np.asarray(small) - expected).max() < 24
+    with Image.open(packed) as opened:  # as exports read it
+        assert np.array_equal(rgb(opened, 250), small)
+
+
+@pytest.mark.parametrize(
+    ("size", "side", "expected"),
+    [
+        ((1600, 1200), 150, (200, 150)),
+        ((1600, 1200), 151, (400, 300)),
+        ((1600, 1200), 600, (800, 600)),
+        ((1600, 1200), 601, (1600, 1200)),
+        ((1600, 1200), 0, (1600, 1200)),
+        ((1604, 1204), 100, (401, 301)),  # no multiples of 8
+        ((1602, 1204), 100, (801, 602)),
+        ((1601, 1200), 100, (1601, 1200)),
+    ],
+)
+def test_scale_leaves_enough_whole_pixels(size, side, expected):
+    packed = io.BytesIO()
+    photograph(size=size).save(packed, "JPEG")
+    image, _ = decode_file("", packed.getvalue(), side)
+    assert image.size == expected
+    if expected == size:  # the same bits as without `side`
+        assert image.tobytes() == decode_file("", packed.getvalue())[0].tobytes()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "MPO"])
+def test_only_jpeg_files_are_decoded_smaller(kind):
+    packed = io.BytesIO()
+    photograph().save(packed, kind, **({"save_all": True, "append_images": [photograph()]} if kind == "MPO" else {}))
+    image, _ = decode_file("", packed.getvalue(), 150)
+    assert image.size == ((200, 150) if kind == "MPO" else (1600, 1200))

@@ -58,11 +58,11 @@ def test_threads_read_at_once_but_at_most_two_batches_ahead(folder, four_threads
     images, together, started = load_data(folder), threading.Barrier(4), []
     real = type(images).read
 
-    def read(self, index):
+    def read(self, index, side):
         started.append(threading.current_thread())
         if len(started) <= 4:
             together.wait(10)  # raises an error unless four threads read at the same time
-        return real(self, index)
+        return real(self, index, side)
 
     monkeypatch.setattr(type(images), "read", read)
     yielded = 0
@@ -77,7 +77,7 @@ def test_error_names_the_file_and_nothing_more_is_read(folder, four_threads, mon
     (folder / "train" / "a" / "4.png").write_bytes(b"no image")
     images, read = load_data(folder), []
     real = type(images).read
-    monkeypatch.setattr(type(images), "read", lambda self, index: read.append(index) or real(self, index))
+    monkeypatch.setattr(type(images), "read", lambda self, index, side: read.append(index) or real(self, index, side))
     learner = frozen()
     with pytest.raises(ValueError, match=r"image \d+ \(.*4\.png\) cannot be read: it is none of the formats"):
         list(rows_of(learner, images)[1])

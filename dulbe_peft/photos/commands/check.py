@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.photos.commands.options import (
     NO_STORE,
     OVERWRITE,
@@ -56,7 +57,12 @@ LEFT_OUT, MOVED = "left out", "moved.csv"
 SMALL = 64  # pixels; smaller images show little to a model that expects 224 pixels
 
 
-@command(settings=settings_of(DataSource, ("train_split", "test_split", "test_data", "leave_out")))
+@command(
+    settings=[
+        *settings_of(DataSource, ("train_split", "test_split", "test_data", "leave_out")),
+        *settings_of(LearnerArguments, ("whole_images",)),
+    ]
+)
 def check(
     data: str = setting(..., "images, as for run", place=True),
     page: Page | None = setting(None, "write a page with pictures"),
@@ -67,6 +73,7 @@ def check(
     device: str = setting("auto", "device of that model"),
     no_store: bool = NO_STORE,
     overwrite: bool = OVERWRITE,
+    whole_images: bool | None = None,
     **splits: Any,
 ) -> int:
     check_given(data=data)
@@ -76,7 +83,8 @@ def check(
         raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, need each other")
     from dulbe_peft.data.folders import ImageFolder
 
-    learner = None if model is None else load_learner(None, model, {"device": device}, store=not no_store)
+    machine = {"device": device, "whole_images": bool(whole_images)}
+    learner = None if model is None else load_learner(None, model, machine, store=not no_store)
     given = {flag: split for flag, split in splits.items() if split is not None}
     train, test, inventory = DataSource(data, **given).open(every=True)
     if page is not None and train.features is not None:

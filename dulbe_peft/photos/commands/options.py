@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
 
 _MACHINE = ("device", "num_workers", "eval_batch_size", "progress")
-_ENCODING = ("precision", "backend", "force")  # settings of commands that encode images
+_ENCODING = ("precision", "backend", "force", "whole_images")  # settings of commands that encode images
 Decorator = Callable[[Any], Any]
 
 # Types with the words that the help shows for their values.
@@ -254,7 +254,14 @@ def load_learner(
 
     given, base = defaults | machine, None if model is None else load_dual_encoder(model)
     if learner is not None:
+        whole = given.pop("whole_images", None)
         loaded = ClassIncrementalLearner.from_pretrained(learner, base_model=base and base[0], machine=given)
+        if whole not in (None, loaded.args.whole_images):
+            flags = {True: "--whole-images", False: "--no-whole-images"}
+            raise ValueError(
+                f"{flags[whole]} does not fit {learner!r}, which has learned with {flags[not whole]}: omit it, or "
+                "learn again with it"
+            )
     elif base is not None:
         loaded = ClassIncrementalLearner(*base, args=LearnerArguments(**given), strategy="frozen")
     loaded.use_store(open_store(store))

@@ -77,14 +77,16 @@ def run(
 
 
 def _use_model_of_table(settings: dict[str, object]) -> None:
-    """If no model is given and the data is a table of features, set the model to the one that made the table."""
+    """If the data is a table of features, use the model that made it and its `whole_images`, unless they are given."""
     path = Path(str(settings.get("data") or ""))
-    if settings.get("model") or not path.name or not path.exists():
+    if not path.name or not path.exists():
         return
     from dulbe_peft.data.feature_tables import encoder_note
 
     note = encoder_note(path)
     if note is not None:
+        settings.setdefault("whole_images", "jpeg_side" not in note.facts)
+    if note is not None and not settings.get("model"):
         settings |= {"model": note.model} | ({} if note.revision is None else {"revision": note.revision})
 
 

@@ -144,6 +144,7 @@ def export_card(state: LearnerState, classifier: Classifier, kind: str, code: st
         classifier=spec(classifier),
         code=code.rstrip(),
         reads_text=has_text(state.base),
+        jpeg_side=state.jpeg_side,
         doubt=state.doubt_of(classifier),
         count=len(classifier.class_names),
         class_names=json.dumps(classifier.class_names, ensure_ascii=False),
@@ -166,6 +167,7 @@ def _write_lora_folder(folder: Path, state: LearnerState, classifier: Classifier
         tensors_file=TENSORS_FILE,
         facts_file=FACTS_FILE,
         rgb=READS,
+        jpeg_side=state.jpeg_side,
         formula=source,
         function=function,
     )
@@ -193,7 +195,8 @@ def _write_pipeline(folder: Path, state: LearnerState, classifier: Classifier) -
     model.save_pretrained(str(folder), state_dict=weights, save_original_format=False)
     state.processor.save_pretrained(str(folder))
     kind, record = type(model).__name__, encoder_of(model)
-    facts: dict[str, object] = {"model": kind, "record": record, "formula": source, "function": function, "rgb": READS}
+    facts: dict[str, object] = {"model": kind, "record": record, "formula": source, "function": function}
+    facts |= {"rgb": READS, "jpeg_side": state.jpeg_side}
     code = render("image_classifier.txt", CARDS, name=name, **facts)
     (folder / CODE_FILE).write_text(code, encoding="utf-8")
     write_json(folder / FACTS_FILE, class_facts(state, classifier))

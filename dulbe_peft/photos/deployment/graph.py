@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.data.decoding import managed, standard_rgb, turn_of
+from dulbe_peft.data.decoding import decode_smaller, managed, standard_rgb, turn_of
 from dulbe_peft.encoders.loading import encoder_of, image_shape
 from dulbe_peft.encoders.onnx_graphs import (
     EMBEDDING,
@@ -40,8 +40,9 @@ SIZES = ((301, 200), (97, 331), (64, 64), (17, 23), (640, 481))
 TOLERANCE = 1e-5
 
 
-def rgb(image: Image.Image) -> Image.Image:
+def rgb(image: Image.Image, side: int = 0) -> Image.Image:
     """Return an image as the learner reads it: upright, in sRGB, over white where it is transparent."""
+    decode_smaller(image, side)
     image.load()
     turn = turn_of(image)
     image = standard_rgb(image)
@@ -49,12 +50,12 @@ def rgb(image: Image.Image) -> Image.Image:
 
 
 # The source of the functions that read an image, for model cards.
-READS = "\n\n".join(inspect.getsource(function) for function in (managed, turn_of, standard_rgb, rgb))
+READS = "\n\n".join(inspect.getsource(function) for function in (managed, decode_smaller, turn_of, standard_rgb, rgb))
 
 
 def pixel_values(image: Image.Image, steps: dict) -> np.ndarray:
     """Return the model's input for an image, float32, (3, height, width)."""
-    image = rgb(image)
+    image = rgb(image, steps["jpeg_side"])
     size = steps["size"] or [steps["shortest_edge"] * side // min(image.size) for side in image.size]
     image = image.resize(size, steps["resample"])
     if steps["crop"]:
@@ -64,8 +65,11 @@ def pixel_values(image: Image.Image, steps: dict) -> np.ndarray:
     return ((values - np.float32(steps["mean"])) / np.float32(steps["std"])).transpose(2, 0, 1)
 
 
-def processor_steps(processor: Any) -> dict[str, object] | None:
-    """Return the `steps` with which `pixel_values` reproduces a transformers processor, or None if it cannot."""
+def processor_steps(processor: Any, jpeg_side: int = 0) -> dict[str, object] | None:
+    """Return the `steps` with which `pixel_values` reproduces a transformers processor, or None if it cannot.
+
+    `jpeg_side` is the `side` of `decode_smaller`.
+    """
     image_processor = processor.image_processor
     try:
         settings = image_processor.to_dict()
@@ -78,6 +82,7 @@ def processor_steps(processor: Any) -> dict[str, object] | None:
             "rescale": settings["rescale_factor"],
             "mean": list(settings["image_mean"]),
             "std": list(settings["image_std"]),
+            "jpeg_side": jpeg_side,
         }
         random = np.random.default_rng(0)
         for width, height in SIZES:
@@ -102,7 +107,7 @@ CHECKED_BATCHES = (1, 3, 8)
 def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, precision: str) -> str:
     """Write the encoder in this precision, the head and `model.json`; return the code that uses them."""
     encoder, head, shape = _parts(state, classifier)
-    steps = processor_steps(state.processor)
+    steps = processor_steps(state.processor, state.jpeg_side)
     facts = class_facts(state, classifier)
     facts |= {"image_size": list(shape[1:]), "preprocessing": steps, "precision": precision}
     _write(folder / ENCODER_FILE, encoder, torch.zeros(2, *shape), (PIXELS, EMBEDDING), precision)
@@ -122,6 +127,7 @@ def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, prec
         head_file=HEAD_FILE,
         facts_file=GRAPH_FACTS_FILE,
         rgb=READS,
+        jpeg_side=state.jpeg_side,
         # The code uses Pillow and numpy, or the image processor if they cannot reproduce its values.
         pixel_values=None if steps is None else inspect.getsource(pixel_values),
     )

@@ -17,7 +17,7 @@ import tiny_encoders as tiny
 import torch
 from documents import blocks
 from peft import get_peft_model
-from PIL import Image
+from PIL import ExifTags, Image
 from tiny_encoders import CONFIG, QUICK
 from transformers import pipeline
 
@@ -80,6 +80,18 @@ def photos():
     return [Image.fromarray(noise.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in SHAPES]
 
 
+def write_photos(folder):
+    """Write the photos, and a JPEG that the learner decodes at half its size; return the paths in order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, photo in enumerate(photos()):
+        photo.save(folder / f"{number}.png")
+    noise = np.random.default_rng(4).integers(0, 256, (960, 1280, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.fromarray(noise).resize((80, 60)).resize((1280, 960)).save(folder / "large.jpg", quality=50, exif=exif)
+    return sorted(folder.iterdir())
+
+
 def learned(model_type, root):
     """Return a learner of two tasks with three images per class; an adapter, if any, changes the model's features."""
     torch.manual_seed(0)
@@ -110,9 +122,9 @@ def clip(learners):
     return learners("clip")
 
 
-def expected(learner, name):
+def expected(learner, name, images=None):
     with torch.no_grad():
-        return learner.classifiers[name].probabilities(learner.image_embeds(photos()))
+        return learner.classifiers[name].probabilities(learner.image_embeds(photos() if images is None else images))
 
 
 def run_lines(root, folders, *blocked):
@@ -120,9 +132,7 @@ def run_lines(root, folders, *blocked):
 
     Returns folder -> probabilities, (photos, classes).
     """
-    (root / "photos").mkdir(exist_ok=True)
-    for number, photo in enumerate(photos()):
-        photo.save(root / "photos" / f"{number}.png")
+    write_photos(root / "photos")
     (root / "cases.json").write_text(json.dumps(folders))
     command = [sys.executable, "-c", textwrap.dedent(TORCH_READER), str(root), *blocked]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -136,13 +146,13 @@ def run_lines(root, folders, *blocked):
 )
 def test_code_of_the_cards_gives_the_classifiers_probabilities(learners, tmp_path, formats, blocked):
     """The code of ONNX exports needs neither torch nor transformers."""
-    cases, temperatures = {}, {}
+    cases, temperatures, files = {}, {}, write_photos(tmp_path / "photos")
     for model_type, rows in CASES.items():
         for kind, name in rows:
             if kind in formats:
                 folder = f"{model_type}-{kind}-{name}"
                 export_learner(learners(model_type), tmp_path / folder, kind, name)
-                cases[folder] = expected(learners(model_type), name)
+                cases[folder] = expected(learners(model_type), name, files)
                 temperatures[folder] = learners(model_type).classifiers[name].temperature
     for folder, found in run_lines(tmp_path, list(cases), *blocked).items():
         torch.testing.assert_close(found, cases[folder], atol=1e-4, rtol=0, msg=lambda said, name=folder: name + said)

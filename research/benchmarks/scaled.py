@@ -1,0 +1,157 @@
+"""Measure what decoding JPEG photographs at a fraction of their size changes: features, answers and accuracy.
+
+Each photograph of `--folder` of at least `LEAST` pixels, and random crops of the larger ones, are JPEG files of
+quality 90, whose sides are multiples of 8. They are decoded whole and at the smallest scale that leaves the short side
+at least `--times` times as long as the model's, and as long as the report's pictures need. A CLIP answers with the
+nearest of `WORDS` words of its vocabulary, another model with its own classes. Accuracy is that of a classifier whose
+classes are the larger photographs: it learns half of their crops.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoModelForImageClassification
+
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.data.decoding import UnreadableImageError, decode_file, decode_image, image_suffixes
+from dulbe_peft.data.glance import PICTURE_SIDE
+from dulbe_peft.encoders.loading import has_text, image_shape, load_dual_encoder, pixel_values, unit_image_embeds
+from dulbe_peft.encoders.text_encoder import TextEncoder
+from dulbe_peft.sklearn import FeatureClassifier
+from research.benchmarks import common
+
+LEAST, WORDS = 2_000_000, 1000
+CLASSIFIERS = ("lda", "prototype")
+Answer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Encoded(NamedTuple):
+    """Features, (n, d), answers, (n,), and the CPU seconds of decoding and resizing."""
+
+    features: torch.Tensor
+    answers: torch.Tensor
+    seconds: float
+
+
+class File(NamedTuple):
+    """A JPEG file: its bytes, the number of its photograph, and the number of the crop; -1 for the photograph."""
+
+    content: bytes
+    photograph: int
+    crop: int
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = common.parser(__doc__, repeats=1, model=None)
+    options.add_argument("--folder", required=True, help="folder that contains photographs, at any depth")
+    options.add_argument("--models", nargs="+", default=["demo"], help="folders or Hub ids of models")
+    options.add_argument("--times", nargs="+", type=float, default=[2, 3, 4])
+    options.add_argument("--crops", type=int, default=8, help="crops of each photograph of twice as many pixels")
+    values = common.parse(options, argv)
+    rows: list[dict[str, Any]] = []
+    files = list(written(Path(values.folder), values.crops, 100_000 if values.quick else LEAST))
+    for name in values.models:
+        clip, processor = load_dual_encoder(name)
+        results = encoded(files, clip.eval(), processor, answering(name, clip, processor), values.times)
+        for times in values.times:
+            rows += compared(f"{times:g} times, {Path(name).name}", files, results[0], results[times])
+            print(*rows[-6:], sep="\n", flush=True)
+    values.models = [Path(name).name for name in values.models]
+    common.write("scaled", values, argv, rows)
+
+
+def written(folder: Path, crops: int, least: int) -> Iterator[File]:
+    """Yield the photographs of a folder as JPEG files, without copies of other sizes, and crops of the large ones."""
+    seen, random = set[bytes](), np.random.default_rng(0)
+    for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in image_suffixes()):
+        try:
+            image = decode_image(path)
+        except UnreadableImageError:
+            continue
+        look = image.resize((8, 8), Image.Resampling.BOX).tobytes()
+        if image.width * image.height < least or look in seen:
+            continue
+        seen.add(look)
+        yield File(as_file(image.crop((0, 0, image.width // 8 * 8, image.height // 8 * 8))), len(seen) - 1, -1)
+        share = max(0.6, (least / (image.width * image.height)) ** 0.5)
+        width, height = (min(n // 8 * 8, int(share * n) // 8 * 8 + 8) for n in image.size)
+        for number in range(crops if image.width * image.height >= 2 * least else 0):
+            left, top = random.integers(image.width - width + 1), random.integers(image.height - height + 1)
+            part = image.crop((int(left), int(top), int(left) + width, int(top) + height))
+            yield File(as_file(part), len(seen) - 1, number)
+
+
+def as_file(image: Image.Image) -> bytes:
+    """Return the bytes of a JPEG file of quality 90, with the colours at half the size, as cameras write them."""
+    packed = io.BytesIO()
+    image.save(packed, "JPEG", quality=90)
+    return packed.getvalue()
+
+
+@torch.no_grad()
+def encoded(
+    files: Sequence[File], clip: Any, processor: Any, answer: Answer, scales: Sequence[float]
+) -> dict[float, Encoded]:
+    """Return what the model makes of whole images (0) and of images decoded at each scale."""
+    side, results = image_shape(clip, processor)[-1], {}
+    for times in (0, *scales):
+        seconds, features, answers = 0.0, [], []
+        for file in files:
+            start = time.process_time()
+            needed = max(int(times * side), 2 * PICTURE_SIDE) if times else 0
+            pixels = pixel_values(processor, decode_file("", file.content, needed)[0])
+            seconds += time.process_time() - start
+            features.append(unit_image_embeds(clip, pixels[None]))
+            answers.append(answer(pixels[None], features[-1]))
+        results[times] = Encoded(torch.cat(features), torch.cat(answers), seconds)
+    return results
+
+
+@torch.no_grad()
+def answering(path: str, clip: Any, processor: Any) -> Answer:
+    """Return a function from an image's pixel values and features to the number of one of many classes, (1,)."""
+    if has_text(clip):
+        words = {word.removesuffix("</w>") for word in processor.tokenizer.get_vocab() if word.endswith("</w>")}
+        names = sorted(word for word in words if word.isalpha() and word.isascii() and len(word) > 2)
+        chosen = np.random.default_rng(0).permutation(len(names))[:WORDS]
+        encoder = TextEncoder(clip, processor, LearnerArguments(), torch.device("cpu"))
+        texts = encoder.text_embeds([names[number] for number in chosen])
+        return lambda _, features: (features @ texts.T).argmax(dim=1)
+    model = AutoModelForImageClassification.from_pretrained(path).float().eval()
+    return lambda pixels, _: model(pixel_values=pixels).logits.argmax(dim=1)
+
+
+def compared(where: str, files: Sequence[File], whole: Encoded, scaled: Encoded) -> list[dict[str, Any]]:
+    """Return the rows of one model and scale."""
+    cosines, count = (whole.features * scaled.features).sum(dim=1), len(files)
+    equal = 100 * float((whole.answers == scaled.answers).float().mean())
+    rows = [
+        common.value_row(f"{where}: equal answers, {count} images", round(equal, 2), "%", "at least 99.8"),
+        common.value_row(f"{where}: least cosine", round(float(cosines.min()), 5), ""),
+        common.value_row(f"{where}: mean cosine", round(float(cosines.mean()), 6), ""),
+        common.value_row(f"{where}: CPU time of reading", common.rounded(scaled.seconds / whole.seconds), "of whole"),
+    ]
+    crops, labels = (np.array(column) for column in list(zip(*files, strict=True))[:0:-1])
+    learned, tested = (crops >= 0) & (crops % 2 == 0), (crops >= 0) & (crops % 2 == 1)
+    for name in CLASSIFIERS if tested.any() else ():
+        right, answers = [], []
+        for features in (whole.features.numpy(), scaled.features.numpy()):
+            fitted = FeatureClassifier(name).fit(features[learned], labels[learned])
+            answers.append(fitted.predict(features[tested]))
+            right.append(100 * float(np.mean(answers[-1] == labels[tested])))
+        same = 100 * float(np.mean(answers[0] == answers[1]))
+        what = f"{where}: accuracy of {name}, {int(tested.sum())} crops of {len(set(labels[tested]))} photographs"
+        rows.append(common.value_row(what, round(right[1], 2), f"%, whole {right[0]:.2f}, {same:.2f} % equal"))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
