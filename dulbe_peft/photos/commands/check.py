@@ -34,7 +34,7 @@ from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim, message
 from dulbe_peft.photos.data.source import UNLABELLED, DataSource
 from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.settings import setting
-from dulbe_peft.utils.terminal import counted, printable
+from dulbe_peft.utils.terminal import announce, counted, printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,6 +85,7 @@ def check(
 
     machine = {"device": device, "whole_images": bool(whole_images)}
     learner = None if model is None else load_learner(None, model, machine, store=not no_store)
+    announce(f"reading {data}")
     given = {flag: split for flag, split in splits.items() if split is not None}
     train, test, inventory = DataSource(data, **given).open(every=True)
     if page is not None and train.features is not None:

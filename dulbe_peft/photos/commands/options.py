@@ -17,6 +17,7 @@ from dulbe_peft.photos.commands.paths import check_given, noted
 from dulbe_peft.photos.runs.run_settings import GROUPS, from_text
 from dulbe_peft.utils.extras import garbage_collection_off
 from dulbe_peft.utils.settings import field_types, setting
+from dulbe_peft.utils.terminal import announce
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
@@ -248,6 +249,8 @@ def load_learner(
         raise ValueError("name a saved learner, or an untrained model with --model")
     if first is not None and learner is not None:
         _check_first(first, learner, noted(learner).get("classifiers", [first]))
+    if machine.get("progress") is not False:
+        announce(f"loading {learner or model}")
     from dulbe_peft.data.store import open_store
     from dulbe_peft.encoders.loading import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner

@@ -20,7 +20,7 @@ from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim, print_n
 from dulbe_peft.photos.runs.run_settings import GROUPS, given_settings, pick
 from dulbe_peft.photos.runs.setup import data_or_labels
 from dulbe_peft.utils.settings import field_types, setting
-from dulbe_peft.utils.terminal import counted, printable
+from dulbe_peft.utils.terminal import announce, counted, printable
 
 if TYPE_CHECKING:  # torch is imported when the run is set up
     from dulbe_peft.data.images import LabelledImages
@@ -59,6 +59,8 @@ def run(
     output, reads = ("--output", stream.output, FOLDER), [stream.model, config]
     if not stream.dry_run:
         claim(output, reads=reads, apart=[stream.data])
+    if args.progress:
+        announce(f"reading {stream.data or stream.model}")
     _ = stream.methods  # raises if a strategy or classifier does not exist, before an existing output is renamed
     if overwrite and not stream.dry_run:
         claim(output, reads=reads, apart=[stream.data], overwrite=True)

@@ -1,9 +1,12 @@
 """Test that help and errors about wrong names, paths and flags come before slow imports."""
 
 import json
+import os
 import subprocess
 import sys
+from contextlib import suppress
 
+import pytest
 from PIL import Image
 
 from dulbe_peft.photos.commands.main import commands
@@ -91,3 +94,46 @@ def test_missing_inputs_are_refused_before_torch_is_imported(finished_run, tmp_p
         assert status == 2 and words in error and not HEAVY & set(modules), (argv, error)
     names = {"photos", "guesses.csv", "wrong.csv", "tags.csv", "empty", "kept"}
     assert {path.name for path in tmp_path.iterdir()} == names, "--overwrite renames nothing before it is needed"
+
+
+WATCHED = """
+import importlib.abc, json, sys
+from dulbe_peft.photos.commands.main import main
+
+class Watch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("importing torch", file=sys.stderr, flush=True)
+
+sys.meta_path.insert(0, Watch())
+sys.exit(main(json.loads(sys.argv[1])))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="the line is for terminals")
+@pytest.mark.parametrize(
+    ("argv", "first"),
+    [
+        ("run --model demo --data {data} --output out --dry-run", "reading {data} ..."),
+        ("predict {saved} {data}", "loading {saved} ..."),
+        ("predict {saved} {data} --no-progress", "importing torch"),
+        ("check {data} --check-labels --model demo", "loading demo ..."),
+    ],
+)
+def test_terminal_shows_what_a_command_does_before_torch_is_imported(argv, first, finished_run, tmp_path):
+    place = tmp_path / "photos" / "train" / "cat"
+    place.mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(place / "1.png")
+    names = {"saved": finished_run, "data": tmp_path / "photos"}
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-c", WATCHED, json.dumps(argv.format(**names).split())]
+    done = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs, cwd=tmp_path)
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # Linux reports the end of a terminal as an error
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    done.wait()
+    lines = shown.decode().split("\r\n")
+    assert lines[0] == first.format(**names) and "importing torch" in lines
