@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
 
 _MACHINE = ("device", "num_workers", "eval_batch_size", "progress")
-_ENCODING = ("precision", "backend", "force", "whole_images")  # settings of commands that encode images
+_ENCODING = ("precision", "backend", "force")  # settings of commands that encode images
 Decorator = Callable[[Any], Any]
 
 # Types with the words that the help shows for their values.
@@ -199,6 +199,7 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
         encodes: Whether the command encodes images, and has settings for that.
     """
     names = (*_MACHINE, *_ENCODING) if encodes else _MACHINE
+    names += ("whole_images",) if optional else ()  # a saved learner has its own setting
     alone = "; without LEARNER, the model to use" if optional else ""
     text = "a saved learner: a run's folder, one of its tasks, or a Hub id"
     given = {"learner": setting(None if optional else ..., text, place=True)}
