@@ -19,6 +19,7 @@ import peft
 import torch
 import transformers
 from PIL import Image
+from sklearn.datasets import load_sample_images
 from threadpoolctl import threadpool_limits
 
 import dulbe_peft
@@ -194,5 +195,28 @@ def photographs(folder: Path, count: int, size: tuple[int, int]) -> list[str]:
         coarse = Image.fromarray(generator.integers(0, 256, (12, 16, 3), dtype=np.uint8))
         path = folder / f"{number:05d}.jpg"
         coarse.resize(size, Image.Resampling.BICUBIC).save(path, quality=90)
+        files.append(str(path))
+    return files
+
+
+CAMERAS = {12: (4032, 3024), 48: (8064, 6048)}  # megapixels -> width and height of a phone's photographs
+
+
+def camera_photographs(folder: Path, count: int, size: tuple[int, int]) -> list[str]:
+    """Write JPEG files of the size of a camera's, quality 90, and return their paths.
+
+    Each is a part of one of scikit-learn's two photographs, enlarged, with noise like that of a sensor.
+    """
+    generator, files = np.random.default_rng(0), []
+    originals = load_sample_images().images
+    for number in range(count):
+        image = Image.fromarray(originals[number % 2])
+        left, top = generator.integers(0, 100, 2)
+        image = image.crop((left, top, left + 436, top + 327)).resize(size, Image.Resampling.BICUBIC)
+        noise = generator.normal(0, 4, (size[1] // 8 + 1, size[0] // 8 + 1, 3))
+        grain = np.tile(noise, (8, 8, 1))[: size[1], : size[0]]
+        pixels = np.clip(np.asarray(image) + grain.astype(np.float32), 0, 255).astype(np.uint8)
+        path = folder / f"{number:05d}.jpg"
+        Image.fromarray(pixels).save(path, quality=90)
         files.append(str(path))
     return files

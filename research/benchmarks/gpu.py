@@ -4,26 +4,46 @@ Each figure is printed at once. After `--minutes`, no further measurement starts
 With `--compile`, the models are compiled, which takes several minutes more, and nothing is planned.
 Steps train only the vision tower, in its second task, as in `research.benchmarks.step`. Without a GPU, the benchmark
 runs on the CPU.
+
+With `--photographs`, it measures the way from so many JPEG files of `--size` to stored features instead, against
+timm's tower behind a `DataLoader` with torchvision's transforms if both are installed, and the phases of a whole task
+of `--task` of these files with each of `STRATEGIES`. Then come the steps in bfloat16.
 """
 
 from __future__ import annotations
 
 import copy
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
-from itertools import product
+from itertools import chain, product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from peft import get_peft_model
+from PIL import Image
 
-from dulbe_peft import allocate_modes
+from dulbe_peft import (
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    allocate_modes,
+    load_dual_encoder,
+)
+from dulbe_peft.data.readers import load_data
+from dulbe_peft.data.store import FeatureStore
 from research.benchmarks import allocation, common, models, ours, stock
+from research.benchmarks.encode import saved_model
 
 PRECISIONS = ("float32", "bfloat16")
+STRATEGIES = ("frozen", "lora", "dulbe")
 TIMM = {"vit-b-16": "vit_base_patch16_clip_224", "vit-l-14": "vit_large_patch14_clip_224"}
 Figures = Iterator[tuple[str, Callable[[], dict[str, float]]]]
 
@@ -33,21 +53,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--models", nargs="+", default=["vit-b-16", "vit-l-14"])
     options.add_argument("--batch", type=int, nargs="+", default=[32, 256])
     options.add_argument("--minutes", type=float, default=9.0)
+    options.add_argument("--photographs", type=int, default=0, help="JPEG files, such as 4000")
+    options.add_argument("--task", type=int, default=2500, help="of them, the images of a task, in 25 classes")
+    options.add_argument("--size", type=int, nargs=2, default=(1600, 1200), help="width and height of the files")
     options.add_argument("--compile", action="store_true")
     values = common.parse(options, argv)
     if values.quick:
         values.models, values.batch = ["tiny"], [4]
+        values.photographs, values.task, values.size = 8, 8, (160, 120)
     if values.compile and values.out is None:
         values.out = common.RESULTS / "gpu-compiled.json"
     end, rows = time.monotonic() + 60 * values.minutes, []
-    try:
-        for what, measure in figures(values, torch.device("cuda" if torch.cuda.is_available() else "cpu")):
-            if time.monotonic() > end:
-                print(f"skipped, because the time is over: {what}", flush=True)
-                continue
-            rows += measured(what, measure)
-    finally:  # figures measured before an error are kept
-        common.write("gpu", values, argv, rows)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for what, measure in chain(
+                photograph_figures(values, device, Path(folder)) if values.photographs else (),
+                figures(values, device) if values.quick or not values.photographs else (),
+            ):
+                if time.monotonic() > end:
+                    print(f"skipped, because the time is over: {what}", flush=True)
+                    continue
+                rows += measured(what, measure)
+        finally:  # figures measured before an error are kept
+            values.size = list(values.size)
+            common.write("gpu", values, argv, rows)
 
 
 def measured(what: str, measure: Callable[[], dict[str, float]]) -> list[dict[str, Any]]:
@@ -78,6 +108,104 @@ def figures(values: Any, device: torch.device) -> Figures:
             f"planning a task, {common.model_name(model)}",
             partial(planning, model, device, 8 if values.quick else 128),
         )
+
+
+def photograph_figures(values: Any, device: torch.device, folder: Path) -> Figures:
+    """Yield the measurements of `--photographs`; the files are written into `folder`."""
+    classes = 2 if values.quick else 25
+    write_photographs(folder / "photos", values.photographs, tuple(values.size), classes)
+    files = sorted(map(str, (folder / "photos").rglob("*.jpg")))
+    model = values.models[0]
+    saved_model(model, folder / "model")
+    for batch in values.batch:
+        where = f"{common.model_name(model)}, {len(files)} files of {values.size[0]} x {values.size[1]}, batch {batch}"
+        yield f"files to stored features, {where}", partial(stored, files, device, folder, batch)
+        if model in TIMM and find_spec("timm") and find_spec("torchvision"):
+            yield f"files to timm's features, {where}", partial(by_timm, files, device, model, batch)
+        else:
+            print("timm is not compared: it needs timm, torchvision, and a model that timm has", flush=True)
+    for strategy in STRATEGIES:
+        where = f"{common.model_name(model)}, {values.task} files"
+        yield f"a task of {strategy}, {where}", partial(task, values, device, folder, strategy)
+    if not values.quick:
+        for batch in values.batch:
+            where = f"{common.model_name(model)}, batch {batch}, bfloat16"
+            yield f"step, {where}", partial(steps, values, device, model, batch, "bfloat16", False)
+
+
+def write_photographs(folder: Path, count: int, size: tuple[int, int], classes: int) -> None:
+    """Write JPEG files in a folder for each class. Their bytes all differ; up to 64 pictures repeat."""
+    made = folder.with_name("originals")
+    made.mkdir()
+    originals = [Path(file).read_bytes() for file in common.camera_photographs(made, min(64, count), size)]
+    for number in range(count):
+        place = folder / "train" / f"class {number % classes:02d}"
+        place.mkdir(parents=True, exist_ok=True)
+        # A decoder ignores what follows the end of a picture.
+        (place / f"{number:05d}.jpg").write_bytes(originals[number % len(originals)] + number.to_bytes(4, "big"))
+
+
+def learner_of(device: torch.device, folder: Path, strategy: str, **settings: Any) -> ClassIncrementalLearner:
+    """Return a learner with the model in `folder`."""
+    model, processor = load_dual_encoder(str(folder / "model"))
+    if strategy != "frozen":
+        model = get_peft_model(model, DualModeLoraConfig())
+    args = LearnerArguments(device=device.type, precision="bfloat16", progress=False, **settings)
+    return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers="bayes")
+
+
+def stored(files: list[str], device: torch.device, folder: Path, batch: int) -> dict[str, float]:
+    """Return the images per second from files to features in a store, and the share of the time spent waiting."""
+    learner = learner_of(device, folder, "frozen", eval_batch_size=batch)
+    learner.image_embeds(files[:batch])  # loads kernels
+    with tempfile.TemporaryDirectory() as store:
+        learner.use_store(FeatureStore(Path(store, "features.sqlite")))
+        learner.profile.clear()
+        started = time.perf_counter()
+        with learner.profile.phase("encode"):
+            learner.image_embeds(files)
+        seconds = time.perf_counter() - started
+    return {"images": len(files) / seconds, "share of waiting": learner.profile.waiting["encode"] / seconds}
+
+
+def by_timm(files: list[str], device: torch.device, model: str, batch: int) -> dict[str, float]:
+    """Return the images per second of timm's tower behind a DataLoader with up to 16 worker processes."""
+    import timm
+    from torchvision import transforms
+
+    tower = timm.create_model(TIMM[model], pretrained=False).to(device).eval()
+    size = tower.pretrained_cfg["input_size"][-1]
+    resize = transforms.Resize(size, transforms.InterpolationMode.BICUBIC)
+    change = transforms.Compose([resize, transforms.CenterCrop(size), transforms.ToTensor()])
+
+    class Files(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return len(files)
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            with Image.open(files[index]) as image:
+                return change(image.convert("RGB"))
+
+    loader = torch.utils.data.DataLoader(Files(), batch, num_workers=min(16, os.cpu_count() or 1), pin_memory=True)
+    with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16):
+        tower(torch.zeros(batch, 3, size, size, device=device))
+        started = time.perf_counter()
+        features = [tower(pixels.to(device, non_blocking=True)).float().cpu() for pixels in loader]
+        seconds = time.perf_counter() - started
+    return {"timm's images": sum(map(len, features)) / seconds}
+
+
+def task(values: Any, device: torch.device, folder: Path, strategy: str) -> dict[str, float]:
+    """Return the milliseconds of each phase of a task, with a store that is empty at its start."""
+    learner = learner_of(device, folder, strategy, learning_rate=1e-4)
+    images = load_data(folder / "photos")
+    images = images.at(np.random.default_rng(0).permutation(len(images))[: values.task])
+    learner.use_store(FeatureStore())
+    started = time.perf_counter()
+    learner.learn_task(images, images.class_names)
+    whole = time.perf_counter() - started
+    phases = {f"{name}, time": 1000 * seconds for name, seconds in learner.profile.seconds.items()}
+    return {"whole, time": 1000 * whole} | phases
 
 
 def steps(

@@ -1,4 +1,7 @@
-"""Compare the peak memory of training steps with that of stock LoRA. Each measurement runs in a new process.
+"""Compare the peak memory of training steps with that of stock LoRA, or measure that of encoding large photographs.
+
+Each measurement runs in a new process. With `--photographs`, it is the peak of `image_embeds` above what the model
+needs for one small image, for JPEG files of `--megapixels`, decoded at a fraction of their size and whole.
 
 The figure is the peak resident set size of Linux, VmHWM, so the benchmark runs only on Linux. It is reported with and
 without the memory that Python and the imported libraries use before a model is loaded.
@@ -10,16 +13,26 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from PIL import Image
 
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments
 from research.benchmarks import common, models, ours, stock
 
 STATUS = Path("/proc/self/status")
+MAKE = """
+import sys
+from pathlib import Path
+from research.benchmarks import common
+
+common.camera_photographs(Path(sys.argv[1]), int(sys.argv[2]), (int(sys.argv[3]), int(sys.argv[4])))
+"""
 RESET_PEAK = Path("/proc/self/clear_refs")
 
 
@@ -27,10 +40,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=3)
     options.add_argument("--batch", type=int, default=4)
     options.add_argument("--attention", default="sdpa")
-    options.add_argument("--side", choices=("ours", "stock"), help=argparse.SUPPRESS)
+    options.add_argument("--photographs", type=int, default=0, help="photographs to encode, instead of steps")
+    options.add_argument("--megapixels", type=int, default=48, choices=common.CAMERAS)
+    options.add_argument("--side", choices=("ours", "stock", "scaled", "whole"), help=argparse.SUPPRESS)
     values = common.parse(options, argv)
     if values.side:
-        print(json.dumps(measure(values)))
+        print(json.dumps(measure(values) if values.side in ("ours", "stock") else encoding(values)))
+        return
+    if values.photographs:
+        rows = []
+        for side, goal in (("scaled", "≤ 600"), ("whole", None)):
+            peaks = [in_process(side, values)["peak"] for _ in range(values.repeats)]
+            where = f"{values.photographs} photographs of {values.megapixels} megapixels, {side}"
+            what = f"memory of image_embeds beyond the model, {common.model_name(values.model)}, {where}"
+            rows.append(common.value_row(what, common.rounded(max(peaks)), "MiB", goal))
+        del values.side
+        common.write("memory", values, argv, rows)
         return
     results: dict[str, list[dict[str, float]]] = {"ours": [], "stock": []}
     for number in range(values.repeats):
@@ -54,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def in_process(side: str, values: Any) -> dict[str, float]:
     """Measure one side in a new process; return its figures in MiB."""
     options = {"--model": values.model, "--batch": values.batch, "--attention": values.attention, "--side": side}
+    options |= {"--photographs": values.photographs, "--megapixels": values.megapixels}
     flags = [str(item) for pair in options.items() for item in pair]
     command = [sys.executable, "-m", "research.benchmarks.memory", *flags, "--threads", str(values.threads)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -80,6 +106,23 @@ def measure(values: Any) -> dict[str, float]:
         step(model, optimizer, *arguments)
     peak = resident("VmHWM")
     return {"peak": peak, "model": peak - libraries, "step": peak - before}
+
+
+def encoding(values: Any) -> dict[str, float]:
+    """Return the peak memory of encoding photographs, above that of encoding one small image."""
+    clip, processor = models.clip(values.model, values.attention)
+    args = LearnerArguments(device="cpu", progress=False, whole_images=values.side == "whole")
+    learner = ClassIncrementalLearner(clip, processor, args=args, strategy="frozen")
+    learner.use_store(None)
+    with tempfile.TemporaryDirectory() as folder:
+        size = common.CAMERAS[values.megapixels]
+        made = [sys.executable, "-c", MAKE, folder, str(values.photographs), *map(str, size)]
+        subprocess.run(made, check=True)  # in another process, whose memory does not count
+        learner.image_embeds(Image.new("RGB", (64, 64)))
+        RESET_PEAK.write_text("5")
+        before = resident("VmRSS")
+        learner.image_embeds(folder)
+        return {"peak": resident("VmHWM") - before}
 
 
 def resident(field: str) -> float:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import sklearn.datasets
 import torch
 from PIL import Image
 from transformers import AutoModelForImageClassification
@@ -51,13 +52,14 @@ class File(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=1, model=None)
-    options.add_argument("--folder", required=True, help="folder that contains photographs, at any depth")
+    options.add_argument("--folder", help="photographs, in folders of any depth; default: two of scikit-learn")
     options.add_argument("--models", nargs="+", default=["demo"], help="folders or Hub ids of models")
     options.add_argument("--times", nargs="+", type=float, default=[2, 3, 4])
     options.add_argument("--crops", type=int, default=8, help="crops of each photograph of twice as many pixels")
     values = common.parse(options, argv)
     rows: list[dict[str, Any]] = []
-    files = list(written(Path(values.folder), values.crops, 100_000 if values.quick else LEAST))
+    folder = Path(values.folder or Path(sklearn.datasets.__file__).parent / "images")
+    files = list(written(folder, values.crops, LEAST if values.folder else 100_000))
     for name in values.models:
         clip, processor = load_dual_encoder(name)
         results = encoded(files, clip.eval(), processor, answering(name, clip, processor), values.times)

@@ -1,0 +1,172 @@
+"""Measure reading and encoding of photographs as large as a phone's, against the same parts done by hand.
+
+`--megapixels` are 12 or 48, of which a few JPEG files are written. "By hand" reads each photograph whole with Pillow
+and the model's processor, one after the other, and then encodes them. `--models` are those of the other benchmarks:
+"small" stands for an encoder that is much faster than reading, and "vit-b-16" for the usual one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from PIL import Image
+
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
+from dulbe_peft.data import images as reading
+from dulbe_peft.data.store import VARIABLE
+from dulbe_peft.encoders.loading import pixel_values, unit_image_embeds
+from dulbe_peft.photos.commands.main import main as command
+from research.benchmarks import common
+from research.benchmarks.encode import saved_model
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = common.parser(__doc__, repeats=5, model=None)
+    options.add_argument("--models", nargs="+", default=["small", "vit-b-16"])
+    options.add_argument("--megapixels", type=int, nargs="+", default=[12, 48], choices=common.CAMERAS)
+    options.add_argument("--photographs", type=int, default=16)
+    options.add_argument("--run", type=int, default=0, help="photographs of a whole run, in new processes")
+    values = common.parse(options, argv)
+    if values.quick:
+        values.models, values.photographs, values.megapixels = ["tiny"], 4, [12]
+    rows: list[dict[str, Any]] = []
+    for megapixels in values.megapixels:
+        size = (640, 480) if values.quick else common.CAMERAS[megapixels]
+        with tempfile.TemporaryDirectory() as root, patch.dict(os.environ, {VARIABLE: str(Path(root, "f.sqlite"))}):
+            folder = Path(root, "photos", "train", "a")
+            folder.mkdir(parents=True)
+            files = common.camera_photographs(folder, max(values.photographs, values.run), size)
+            for file in files[1::2]:
+                other = Path(root, "photos", "train", "b")
+                other.mkdir(exist_ok=True)
+                Path(file).rename(other / Path(file).name)
+            files = sorted(map(str, folder.parent.rglob("*.jpg")))
+            for model in values.models:
+                saved_model(model, Path(root, model))
+                where = f"{common.model_name(model)}, {megapixels} megapixels"
+                rows += encoding(values, Path(root, model), files[: values.photographs], where)
+                if values.run:
+                    rows += whole_run(values, Path(root, model), folder.parents[1], where)
+            rows += decodings(Path(root, values.models[0]), folder.parents[1])
+    common.write("camera", values, argv, rows)
+
+
+@torch.no_grad()
+def encoding(values: argparse.Namespace, model: Path, files: list[str], where: str) -> list[dict[str, Any]]:
+    """Compare `image_embeds` with reading each photograph whole and then encoding all."""
+    clip, processor = load_dual_encoder(str(model))
+
+    def learner(whole: bool) -> ClassIncrementalLearner:
+        args = LearnerArguments(device="cpu", progress=False, precision="float32", whole_images=whole)
+        made = ClassIncrementalLearner(clip, processor, args=args, strategy="frozen")
+        made.use_store(None)
+        return made
+
+    scaled, whole, batch = learner(False), learner(True), 8
+
+    def read() -> list[torch.Tensor]:
+        values = []
+        for file in files:
+            with Image.open(file) as image:
+                values.append(pixel_values(processor, image.convert("RGB")))
+        return values
+
+    pixels = torch.stack(read())
+
+    def tower() -> None:
+        for part in pixels.split(batch):
+            unit_image_embeds(clip, part)
+
+    def by_hand() -> None:
+        for part in torch.stack(read()).split(batch):
+            unit_image_embeds(clip, part)
+
+    sides: dict[str, Callable[[], object]] = {
+        "ours": partial(scaled.image_embeds, files),
+        "whole": partial(whole.image_embeds, files),
+        "read": read,
+        "tower": tower,
+        "by hand": by_hand,
+    }
+    times = common.compare(sides, values.repeats)
+    rows = []
+    for name, goal in (("ours", 0.55), ("whole", None)):
+        cpu = zip(times[name]["cpu"], times["tower"]["cpu"], times["read"]["cpu"], strict=True)
+        shares = [(all_of_it - encoder) / hand for all_of_it, encoder, hand in cpu]
+        what = f"CPU of image_embeds without the tower's / decoding and resizing whole, {name}, {where}"
+        rows.append({"what": what, "goal": goal, "ratio": {"cpu": common.spread(shares)}})
+    rows.append(common.row(f"image_embeds / reading, then encoding, {where}", times, "ours", "by hand", 0.60))
+    return rows
+
+
+def decodings(model: Path, data: Path) -> list[dict[str, Any]]:
+    """Return how often `run` decodes each photograph, alone and after `check`."""
+    count, real = 0, reading.decode_file
+    number = len(list(data.rglob("*.jpg")))
+
+    def counted(*given: Any) -> Any:
+        nonlocal count
+        count += 1
+        return real(*given)
+
+    rows = []
+    for name in ("run", "run after check"):
+        out = data.parent / name
+        with patch.object(reading, "decode_file", counted), patch.dict(os.environ, {VARIABLE: f"{out}.sqlite"}):
+            if name != "run" and command(["check", str(data)]):
+                raise AssertionError("check failed")
+            count = 0
+            words = ["run", "--model", str(model), "--data", str(data), "--output", str(out)]
+            if command([*words, "--no-progress", "--device", "cpu"]):
+                raise AssertionError("the command failed")
+        rows.append(common.value_row(f"decodings of a photograph by {name}", count / number, "", "1.0"))
+    return rows
+
+
+def whole_run(values: argparse.Namespace, model: Path, data: Path, where: str) -> list[dict[str, Any]]:
+    """Compare the CPU and wall time of `run` in a new process with those of `run --whole-images --num-workers 0`."""
+    number = 0
+
+    def run(*flags: str) -> None:
+        nonlocal number
+        number += 1
+        argv = [
+            "run",
+            "--model",
+            str(model),
+            "--data",
+            str(data),
+            "--output",
+            str(data.parent / f"{model.name}{number}"),
+        ]
+        subprocess.run(
+            [sys.executable, "-m", "dulbe_peft", *argv, "--no-store", "--no-progress", "--device", "cpu", *flags],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+
+    times: common.Times = {name: {"wall": [], "cpu": []} for name in ("ours", "whole")}
+    for _ in range(values.repeats):
+        for name, flags in (("ours", ()), ("whole", ("--whole-images", "--num-workers", "0"))):
+            before = os.times()
+            run(*flags)
+            after = os.times()
+            cpu = after.children_user + after.children_system - before.children_user - before.children_system
+            times[name]["cpu"].append(cpu)
+            times[name]["wall"].append(after.elapsed - before.elapsed)
+    what = f"run / run with whole images and no threads, {values.run} photographs, {where}"
+    return [common.row(what, times, "ours", "whole", 0.65)]
+
+
+if __name__ == "__main__":
+    main()
