@@ -2,9 +2,9 @@
 
 Each photograph of `--folder` of at least `LEAST` pixels, and random crops of the larger ones, are JPEG files of
 quality 90, whose sides are multiples of 8. They are decoded whole and at the smallest scale that leaves the short side
-at least `--times` times as long as the model's, and as long as the report's pictures need. A CLIP answers with the
-nearest of `WORDS` words of its vocabulary, another model with its own classes. Accuracy is that of a classifier whose
-classes are the larger photographs: it learns half of their crops.
+at least `--times` times as long as the model's, and at least `LEAST_SIDE` pixels. A CLIP answers with the nearest of
+`WORDS` words of its vocabulary, another model with its own classes. Accuracy is that of a classifier whose classes are
+the larger photographs: it learns half of their crops.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from transformers import AutoModelForImageClassification
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data.decoding import UnreadableImageError, decode_file, decode_image, image_suffixes
-from dulbe_peft.data.glance import PICTURE_SIDE
 from dulbe_peft.encoders.loading import has_text, image_shape, load_dual_encoder, pixel_values, unit_image_embeds
+from dulbe_peft.encoders.pixels import LEAST_SIDE
 from dulbe_peft.encoders.text_encoder import TextEncoder
 from dulbe_peft.sklearn import FeatureClassifier
 from research.benchmarks import common
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=1, model=None)
     options.add_argument("--folder", help="photographs, in folders of any depth; default: two of scikit-learn")
     options.add_argument("--models", nargs="+", default=["demo"], help="folders or Hub ids of models")
-    options.add_argument("--times", nargs="+", type=float, default=[2, 3, 4])
+    options.add_argument("--times", nargs="+", type=float, default=[3, 4, 6])
     options.add_argument("--crops", type=int, default=8, help="crops of each photograph of twice as many pixels")
     values = common.parse(options, argv)
     rows: list[dict[str, Any]] = []
@@ -108,7 +108,7 @@ def encoded(
         seconds, features, answers = 0.0, [], []
         for file in files:
             start = time.process_time()
-            needed = max(int(times * side), 2 * PICTURE_SIDE) if times else 0
+            needed = max(int(times * side), LEAST_SIDE) if times else 0
             pixels = pixel_values(processor, decode_file("", file.content, needed)[0])
             seconds += time.process_time() - start
             features.append(unit_image_embeds(clip, pixels[None]))

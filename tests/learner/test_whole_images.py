@@ -24,7 +24,7 @@ from dulbe_peft.streams.run import run_stream
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.records import write_record
 
-LARGE, SMALL = (1280, 960), (320, 240)
+LARGE, SMALL = (1600, 1280), (320, 240)
 CLASSES = ["a", "b"]
 
 
@@ -85,9 +85,9 @@ def test_decoded_images_are_used_as_they_are(large):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"do_resize": True, "size": {"shortest_edge": 224}}, 672),
-        ({"do_resize": True, "size": {"height": 384, "width": 384}}, 1152),
-        ({"do_resize": True, "size": {"shortest_edge": 16}}, 320),
+        ({"do_resize": True, "size": {"shortest_edge": 224}}, 1344),
+        ({"do_resize": True, "size": {"height": 384, "width": 384}}, 2304),
+        ({"do_resize": True, "size": {"shortest_edge": 16}}, 640),
         ({"do_resize": False, "size": {"shortest_edge": 224}}, 0),
         ({"do_resize": True, "size": {"shortest_edge": 224, "longest_edge": 448}}, 0),
         ({"do_resize": True, "size": {"max_height": 224, "max_width": 224}}, 0),
@@ -207,7 +207,7 @@ def test_table_is_learned_as_it_was_made(flag, large, tmp_path, capsys):
 def test_check_looks_at_labels_with_whole_images(large, monkeypatch):
     sides, real = [], PixelDataset.read
     monkeypatch.setattr(PixelDataset, "read", lambda self, index: sides.append(self.side) or real(self, index))
-    for flags, expected in ([], 320), (["--whole-images"], 0):
+    for flags, expected in ([], 640), (["--whole-images"], 0):
         sides.clear()
         words = ["check", large, "--check-labels", "--model", "demo", "--device", "cpu", "--no-store", *flags]
         assert main([str(word) for word in words]) == 0

@@ -198,7 +198,7 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
         choose: Whether the command has --classifier.
         encodes: Whether the command encodes images, and has settings for that.
     """
-    names = (*_MACHINE, *_ENCODING) if encodes else _MACHINE
+    names: tuple[str, ...] = (*_MACHINE, *_ENCODING) if encodes else _MACHINE
     names += ("whole_images",) if optional else ()  # a saved learner has its own setting
     alone = "; without LEARNER, the model to use" if optional else ""
     text = "a saved learner: a run's folder, one of its tasks, or a Hub id"

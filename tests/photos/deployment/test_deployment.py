@@ -85,10 +85,10 @@ def write_photos(folder):
     folder.mkdir(parents=True, exist_ok=True)
     for number, photo in enumerate(photos()):
         photo.save(folder / f"{number}.png")
-    noise = np.random.default_rng(4).integers(0, 256, (960, 1280, 3), dtype=np.uint8)
+    noise = np.random.default_rng(4).integers(0, 256, (1280, 1600, 3), dtype=np.uint8)
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
-    Image.fromarray(noise).resize((80, 60)).resize((1280, 960)).save(folder / "large.jpg", quality=50, exif=exif)
+    Image.fromarray(noise).resize((80, 64)).resize((1600, 1280)).save(folder / "large.jpg", quality=50, exif=exif)
     return sorted(folder.iterdir())
 
 
