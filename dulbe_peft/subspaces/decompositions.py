@@ -4,8 +4,6 @@ import torch
 from scipy import linalg
 
 EPS64 = torch.finfo(torch.float64).eps
-LARGE = 2048  # width from which `_leading_eigenvectors` is faster than LAPACK
-_BLOCK, _CLOSE = 16, 1e-6  # columns of a step, and the largest sine of the angle to the exact eigenvectors
 
 
 def to_float64(matrix: torch.Tensor, name: str) -> torch.Tensor:
@@ -36,8 +34,6 @@ def eigh(matrix: torch.Tensor, name: str, count: int | None = None) -> tuple[tor
         return matrix.new_zeros(0), matrix.new_zeros(width, 0)
     try:
         if matrix.device.type == "cpu":
-            if width >= LARGE and width >= 8 * count and (leading := _leading_eigenvectors(matrix, count)):
-                return leading
             subset = (width - count, width - 1)  # LAPACK computes only these pairs
             arrays = linalg.eigh(matrix.numpy(), subset_by_index=subset, check_finite=False)
             values, vectors = (torch.from_numpy(array) for array in arrays)
@@ -52,39 +48,6 @@ def eigh(matrix: torch.Tensor, name: str, count: int | None = None) -> tuple[tor
         except torch.linalg.LinAlgError as error:
             raise ValueError(f"eigendecomposition of {name}, shape {tuple(matrix.shape)}, failed: {error}") from error
     return values.flip(0)[:count], vectors.flip(1)[:, :count]
-
-
-def _leading_eigenvectors(matrix: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the `count` largest eigenvalues of (d, d), descending, and the eigenvectors, or None if in doubt.
-
-    Block Lanczos with full orthogonalisation. The residuals and the gap below the last eigenvalue bound the angle to
-    exact eigenvectors (Davis and Kahan 1970, sin theta theorem). A Cholesky decomposition then proves that no larger
-    eigenvalue was missed, as happens to equal ones.
-    """
-    start = torch.randn(len(matrix), _BLOCK, generator=torch.Generator().manual_seed(0), dtype=matrix.dtype)
-    block = torch.linalg.qr(start).Q
-    basis, images = block, matrix @ block
-    while (size := basis.shape[1]) < 6 * count:
-        block = images[:, -_BLOCK:]
-        length = torch.linalg.matrix_norm(block)
-        for _ in range(2):  # once is not enough in floating point
-            block = block - basis @ (basis.T @ block)
-        block, remaining = torch.linalg.qr(block)
-        if not remaining.diagonal().abs().min() > len(matrix) * EPS64 * length:
-            return None  # the basis holds an invariant subspace, as for a matrix of low rank
-        basis, images = torch.cat([basis, block], dim=1), torch.cat([images, matrix @ block], dim=1)
-        if size < 3 * count or size // _BLOCK % 4:
-            continue
-        projected = basis.T @ images
-        values, rotation = (array.flip(-1) for array in torch.linalg.eigh((projected + projected.T) / 2))
-        largest, vectors = values[:count], basis @ rotation[:, :count]
-        residual = images @ rotation[:, :count] - vectors * largest
-        gap = float(values[count - 1] - values[count])
-        if torch.linalg.matrix_norm(residual) <= _CLOSE * gap / 2:
-            others = (vectors * largest) @ vectors.T - matrix
-            others.diagonal().add_(float(values[count]) + gap / 2)
-            return (largest, vectors) if int(torch.linalg.cholesky_ex(others).info) == 0 else None
-    return None
 
 
 def second_moment(statistic: torch.Tensor, name: str) -> torch.Tensor:
