@@ -175,6 +175,12 @@ def test_option_changes_the_result(digits, plain, fields):
     assert torch.isfinite(changed).all() and not torch.equal(changed, plain)
 
 
+def test_order_of_a_tasks_images_depends_on_seed_task_and_epoch():
+    orders = [epoch_order(9, *numbers) for numbers in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))]
+    assert all(sorted(order) == list(range(9)) for order in orders) and len(set(map(tuple, orders))) == 4
+    assert epoch_order(9, 0, 0, 0) == orders[0]
+
+
 @pytest.mark.parametrize("fields", [{"num_workers": 2}, {"pixel_cache_mb": 0}, {"progress": True}])
 def test_reading_options_do_not_change_the_result(digits, read, fields):
     """The model gets the same pixels in the same order. Only their place in memory may change the rounding."""
