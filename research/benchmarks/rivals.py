@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -23,6 +24,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 from torch.nn import functional as F
 
+from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.calibration import hold_back
 from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability
 from dulbe_peft.classifiers.lda import shrunk_covariance
@@ -51,14 +53,21 @@ def ranpac_and_text(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, 
     return classifier.probabilities(tests).log() + share * (tau * tests @ e.T).log_softmax(dim=1)
 
 
+@lru_cache(maxsize=2)
+def fitted_lda(z: Tensor, y: Tensor, classes: int, tau: float) -> Classifier:
+    """Return `lda` after learning the images, which all settings of a grid share. Tensors are compared by identity."""
+    lda = make_classifier("lda", z.shape[1], tau)
+    lda.add_classes([str(label) for label in range(classes)], z, y)
+    return lda
+
+
 def whitened_bridge(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, beta: float) -> Tensor:
     """Apply the bridge ensemble of DuLBE to whitened unit features, (z - m) Sigma^-1/2.
 
     m is the mean of the texts for texts, and the mean of the class means for images. Sigma is the covariance within
     the classes, as `lda` estimates it. Every class needs at least one image.
     """
-    lda = make_classifier("lda", z.shape[1], tau)
-    lda.add_classes([str(label) for label in range(len(e))], z, y)
+    lda = fitted_lda(z, y, len(e), tau)
     covariance = shrunk_covariance(lda.scatter, int(lda.freedom), "oas", 1 / tau)
     variances, directions = torch.linalg.eigh(covariance)
     matrix, centre = (directions * variances.clamp_min(1e-12).rsqrt()) @ directions.T, lda.means.mean(dim=0)
@@ -77,8 +86,7 @@ def mixed_prototypes(
     v_c is the class mean, and P projects onto the principal directions of the texts with a share `kept` of their
     variance. This is the rule in the summary of the paper; the ridge of its LDA is that of `lda`.
     """
-    lda = make_classifier("lda", z.shape[1], tau)
-    lda.add_classes([str(label) for label in range(len(e))], z, y)
+    lda = fitted_lda(z, y, len(e), tau)
     _, sizes, directions = torch.linalg.svd(e, full_matrices=False)
     number = int((sizes.square().cumsum(0) / sizes.square().sum() < kept).sum()) + 1
     projected = F.normalize(lda.means.float() @ directions[:number].T @ directions[:number], dim=1)
@@ -127,7 +135,8 @@ def scores(name: str, z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor
         # scikit-learn takes labels with few images per class for the targets of a regression, and warns.
         warnings.filterwarnings("ignore", "The number of unique classes")
         if held.any():
-            fitted = [rule(z[~held], y[~held], e, tau, z[held], **each).argmax(dim=1) for each in grid]
+            learned, tested = (z[~held], y[~held]), z[held]
+            fitted = [rule(*learned, e, tau, tested, **each).argmax(dim=1) for each in grid]
             setting = grid[max(range(len(grid)), key=lambda place: int((fitted[place] == y[held]).sum()))]
         return rule(z, y, e, tau, tests, **setting)
 
