@@ -329,8 +329,8 @@ class WithoutGroup(Terms):
 
         (A - V'V)^-1 = A^-1 + A^-1 V'(I - V A^-1 V')^-1 V A^-1                                           (Woodbury)
 
-    which is computed as it stands on the left if r is as large as half of d. If no class keeps two images, T of the new
-    means takes the place of W.
+    which is computed as it stands on the left if r is as large as half of d. If no class keeps two images, T of the
+    new means takes the place of W.
     """
 
     @classmethod
