@@ -842,13 +842,18 @@ class Classifier(nn.Module):
         return hub.push(lambda folder, _: self.save_pretrained(folder), repo_id, commit_message=message, **options)
 
 
-def classifier_of(rule: type[Rule]) -> type[Classifier]:
+def classifier_of(rule: type[Rule] | type[Classifier]) -> type[Classifier]:
     """Return the class of the classifiers with a rule. Its constructor takes the settings of the rule.
+
+    A class that has a rule is returned as it is.
 
     Raises:
         TypeError: If `rule` is not a dataclass derived from `Rule`.
     """
+    if isinstance(rule, type) and issubclass(rule, Classifier) and hasattr(rule, "rule_type"):
+        return rule
     check_rule(rule)
+    assert issubclass(rule, Rule)
     if rule not in _CLASSES:
         name = f"{rule.__name__.removesuffix('Rule')}Classifier"
         type(name, (Classifier,), {"__module__": rule.__module__}, rule=rule)  # puts itself there

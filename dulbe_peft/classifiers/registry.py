@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dulbe_peft.classifiers.base import Classifier, check_rule, classifier_of
+from dulbe_peft.classifiers.base import Classifier, classifier_of
 from dulbe_peft.classifiers.rule import Rule
 from dulbe_peft.utils.specs import Registry, closest, convert, format_spec, parse_spec, split_specs
 
-Kind = TypeVar("Kind", bound=type[Rule])
+Kind = TypeVar("Kind", bound=type[Rule] | type[Classifier])
 
 _BUILT_IN = {
     "text": "text:TextRule",
@@ -57,21 +57,23 @@ class Recipe:
         return self.kind.rule_type.setting_defaults() | self.chosen
 
 
-def register_classifier(rule: Kind) -> Kind:
+def register_classifier(given: Kind) -> Kind:
     """Register a rule in `CLASSIFIERS` under its `name`; return it, so this works as a decorator of the dataclass.
 
+    A class of classifiers may be given instead of its rule.
+
     Raises:
-        TypeError: If `rule` is not a dataclass derived from `Rule`.
+        TypeError: If it is not a dataclass derived from `Rule`, and no class with such a rule.
         ValueError: If its name is not a lower-case identifier, or another rule has the same name or file names.
     """
-    check_rule(rule)
+    rule = classifier_of(given).rule_type
     stem = rule.file_stem or rule.name
     if not rule.name.isidentifier() or rule.name != rule.name.lower() or not rule.name.isascii():
         raise ValueError(f"{rule.__name__}.name is {rule.name!r}; it must contain only the characters a-z, 0-9 and _")
     if (stem == "head") != (rule.name == "bridge") or stem in set(CLASSIFIERS) - {rule.name}:
         raise ValueError(f"the file_stem of {rule.__name__} is {stem!r}, which another classifier has for its files")
     CLASSIFIERS.register(rule)
-    return rule
+    return given
 
 
 def parse_classifier(text: str) -> Recipe:

@@ -221,9 +221,10 @@ def test_invalid_classifier_classes_are_not_registered(page):
         return dataclass(frozen=True)(type("R", (base,), facts))
 
     assert register_classifier(base) is base
+    assert register_classifier(classifier_of(base)) is classifier_of(base) is CLASSIFIERS["median"]
     for wrong, error, message in (
         (dict, TypeError, "derived from Rule"),
-        (classifier_of(base), TypeError, "derived from Rule"),
+        (Classifier, TypeError, "derived from Rule"),
         (type("R", (base,), {}), TypeError, "derived from Rule with @dataclass"),
         (rule(name="Two words"), ValueError, "characters a-z"),
         (rule(name="lda"), ValueError, "the classifier 'lda' is already .*LdaRule"),
