@@ -173,6 +173,16 @@ def test_previous_task_is_unknown_after_the_weights_are_replaced(tiny_clip, tmp_
         raise AssertionError
 
 
+def test_previous_task_has_the_modules_as_they_were_when_the_task_began(tiny_clip):
+    model = with_projection(tiny_clip())
+    model.begin_task(random_modes(model))
+    before = image_features(model)
+    randomise(p for p in model.parameters() if p.requires_grad)
+    with model.previous_task():
+        torch.testing.assert_close(image_features(model), before)
+    assert not torch.allclose(image_features(model), before)
+
+
 # ---------------------------------------------------------------- the user's configuration
 
 
