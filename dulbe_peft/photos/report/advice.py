@@ -208,7 +208,7 @@ def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix
         steps.append((f"{why[0].upper()}{why[1:]}.", f"dulbe-peft predict {folder} PHOTOS{use}"))
     if hardly_knows(run.results):
         words = "The names alone are hardly better than guessing with this model, and the estimate is low"
-        steps.append((f"{words}: try a larger model, which gains more than further photographs.", ""))
+        steps.append((f"{words}: try a larger model.", ""))
     whole = Share.of(run.predictions) if run.predictions else None
     weak = [row for row in rows if whole and row.recall.interval[1] < whole.value]
     weak.sort(key=lambda row: (row.learned or 0, row.recall.value))  # classes with the fewest training images first
