@@ -8,6 +8,7 @@ holds a frozen learner with several classifiers, a run that trained a learner, a
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def digits(start: int, stop: int) -> LabelledImages:
     return digit_images(data.images[rows], data.target[rows])
 
 
-def learner_of(strategy: str, *classifiers: str) -> ClassIncrementalLearner:
+def learner_of(strategy: str, *classifiers: str, **changed: Any) -> ClassIncrementalLearner:
     model, processor = load_clip(demo_model_folder())
     model.name_or_path = model.config._name_or_path = "someone/demo-clip"  # so that no local path is saved
     if strategy != "frozen":
@@ -56,7 +57,8 @@ def learner_of(strategy: str, *classifiers: str) -> ClassIncrementalLearner:
             residual_rank=2, support_rank=8, text_rank=1, target_modules=["k_proj"], layers_to_transform=[0]
         )
         model = get_peft_model(model, config)
-    return ClassIncrementalLearner(model, processor, args=ARGS, strategy=strategy, classifiers=classifiers)
+    args = replace(ARGS, **changed)
+    return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
 
 
 def answers(learner: ClassIncrementalLearner) -> list:
@@ -96,7 +98,7 @@ def read(folder: Path) -> dict[str, Any]:
     alone["bridge"] = BridgeEnsembleHead.from_pretrained(folder / "head")
     loaded = {"frozen": answers(frozen), "run": answers(running), "scores": scores(alone)}
     further = class_incremental_tasks(digits(0, 4), digits(4, 6), increment=2)[:2]
-    resumed = learner_of("dulbe", "bridge")
+    resumed = learner_of("dulbe", "bridge", whole_images=True)  # the only way when the first files were written
     resumed.run(further, folder / "run")  # continues after the saved task
     assert resumed.tasks == [task.class_names for task in further] and len(running.memory) == 1
     return loaded

@@ -128,11 +128,11 @@ def test_file_that_changes_while_it_is_read_is_an_error(photos, tmp_path, base, 
     shutil.copytree(photos / "train", tmp_path / "photos")
     images, read = ImageFolder(tmp_path / "photos"), LabelledImages.read
 
-    def edited(self, index):
+    def edited(self, index, side=0):
         if index == 3:
             file = Path(self.item_name(index))
             Image.fromarray(255 - np.asarray(Image.open(file))).save(file)
-        return read(self, index)
+        return read(self, index, side)
 
     learner = learner_of(base, "frozen")
     learner.use_store(FeatureStore(tmp_path / "store.sqlite"))

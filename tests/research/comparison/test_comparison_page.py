@@ -201,7 +201,8 @@ def test_report_command_writes_page_csv_and_latex(folder, tmp_path, capsys, monk
     assert r"& 81.0 $\pm$ 1.2$^\dagger$ &" in lines[6], "not clearly worse than the best row"
     assert r"& 80.0 $\pm$ 1.2 &" in lines[7] and r"& 70.0 $\pm$ 1.2 &" in lines[8] and "$-$10.0 ($-$15.0" in lines[8]
     assert lines[9] == r"\midrule" and lines[-2:] == [r"\bottomrule", r"\end{tabular}"]
-    assert "dagger" in "".join(written[:4]) and "booktabs" in written[3]
+    note = "".join(line for line in written if line.startswith("%"))
+    assert "dagger" in note and "booktabs" in note and "chosen on the same images" in note
     assert main(["report", str(folder), "--latex", "b.tex", "--columns", "method,A_last,corrected (Holm),seeds"]) == 0
     chosen = (tmp_path / "b.tex").read_text(encoding="utf-8")
     assert r"Method & $A_\mathrm{last}$ & Corrected (Holm) & Seeds \\" in chosen
