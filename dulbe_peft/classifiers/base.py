@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.checks import check_labels, check_share, unit_features
-from dulbe_peft.classifiers.groups import check_groups, ranking
 from dulbe_peft.classifiers.rule import LeftOut, Rule, linear
 from dulbe_peft.classifiers.state import Derived, State, check_shapes
 from dulbe_peft.data.names import check_class_names
@@ -328,6 +327,8 @@ class Classifier(nn.Module):
 
     def _groups(self, groups: Groups | None, labels: Tensor) -> Tensor | None:
         """Check the groups of the images, and put their numbers on the device of the labels."""
+        from dulbe_peft.classifiers.groups import check_groups
+
         numbers = check_groups(groups, len(labels))
         return None if numbers is None else numbers.to(labels.device)
 
@@ -406,6 +407,7 @@ class Classifier(nn.Module):
     ) -> tuple[dict[str, Tensor], LeftOut | None]:
         """Hold out images of the new task; return what the rule chooses on them, and their scores and labels."""
         from dulbe_peft.classifiers.calibration import hold_back
+        from dulbe_peft.classifiers.groups import ranking
 
         held, classes = hold_back(images, labels, groups), len(self._class_names) + len(new)
         if type(self.rule).judged is not Rule.judged or not held.any() or classes < 2:

@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.checks import random_features, same_scores
-from dulbe_peft.classifiers.groups import rows_by_group
 from dulbe_peft.classifiers.state import Layout, State, per_class, shared
 from dulbe_peft.utils.settings import LEAST, check_settings, documented, setting
 
@@ -249,6 +248,8 @@ class Rule:
         scores: Callable[[State, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Return the `scores`, by default those of the rule, by the states of `without_group`, group by group."""
+        from dulbe_peft.classifiers.groups import rows_by_group
+
         found = torch.zeros(len(images), state.classes, device=images.device)
         for rows in rows_by_group(groups):
             rest = self.without_group(state, images[rows], labels[rows])
