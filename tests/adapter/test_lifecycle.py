@@ -90,11 +90,8 @@ def both(first, second):
         yield
 
 
-# Without a task since the last fold, the blocks of scales and of the previous task have nothing to scale or leave out.
-@pytest.mark.parametrize(
-    ("block", "zero"),
-    [*((block, False) for block in BLOCKS), ("held_weights", True), ("skip_zero_modes", True)],
-)
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_inside_every_block_is_exact_or_refused(plain_model, tmp_path, verb, block, zero):
     """Check that a call inside a block gives what it gives outside, or an error after which all is as it was."""
@@ -115,9 +112,13 @@ def test_every_verb_inside_every_block_is_exact_or_refused(plain_model, tmp_path
             assert "block" in str(error) or "disable" in str(error)
             assert torch.equal(image_features(model), before)
             return
-    # With trained bases, the backward pass has other products: sums of up to 100 terms in float32 differ by rounding.
-    other = block == "trained_bases" and verb in ("collect_statistics", "probe_gradients")
-    torch.testing.assert_close(result, expected, rtol=1e-4 if other else 0, atol=1e-5 if other else 0)
+    if block == "trained_bases" and verb in ("collect_statistics", "probe_gradients"):
+        # The backward pass has other products: sums of up to 100 terms in float32 differ by rounding.
+        for name, tensor in expected.items():
+            bound = 100 * torch.finfo(torch.float32).eps * float(tensor.abs().max())
+            torch.testing.assert_close(result[name], tensor, rtol=0, atol=bound)
+    else:
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
     assert torch.equal(image_features(model), image_features(twin))
 
 
