@@ -221,14 +221,10 @@ def test_scores_equal_the_literal_version(each, omega):
     close(classifier.left_out(images[rows], labels[rows]), np.reshape(left_out, (-1, CLASSES)), SINGLE)
 
 
-@pytest.mark.parametrize(
-    "each, seed, features", [pytest.param(4, 3, 7, marks=pytest.mark.slow), (2, 5, 0), ([2, 6, 1, 3, 9], 3, 7)]
-)
-def test_choice_minimises_the_loss_of_left_out_images(each, seed, features):
-    images, labels = photos(each, seed, noise=1.2)
-    classifier = taught(images, labels, features=features)
-    layer = np.random.RandomState(0).standard_normal((DIM, features))
-    twins = [Twin(images, labels), *([Twin(images, labels, layer=layer)] if features else [])]
+def assert_least_loss(classifier, images, labels, features, kind=Twin):
+    """Compare the tables, the choice and the scores of a classifier with those of a twin without and with features."""
+    layer, tests = np.random.RandomState(0).standard_normal((DIM, features)), F.normalize(draw(2, 9, DIM), dim=1)
+    twins = [kind(images, labels), *([kind(images, labels, layer=layer)] if features else [])]
     by_text = twins[0].text_losses(range(len(images)))
     close(classifier.by_text.sum(dim=0), by_text)
     omega, usual = twins[0].omega(by_text), twins[0].usual_kappa(by_text)
@@ -239,14 +235,24 @@ def test_choice_minimises_the_loss_of_left_out_images(each, seed, features):
         close(classifier.losses[number], np.tensordot(weights, losses, 1), SINGLE)
         close(classifier.judged, [weights.sum(), (weights**2).sum()])
         found.append((*twin.choice(losses, weights, usual, by_text, common), number * features))
-    *expected, unit, features = min(found)[1:]
-    assert classifier.choice == (*expected, features, omega)  # random features in the last case
-    kappa, rho, chosen, omega = classifier.choice
-    tests = F.normalize(draw(2, 9, DIM), dim=1)
-    rows = lifted(tests.double().numpy(), layer) if chosen else tests.double().numpy()
+    kappa, rho, unit, chosen = min(found)[1:]
+    assert classifier.choice == (kappa, rho, chosen, omega)
+    rows = tests.double().numpy()
+    rows = lifted(rows, layer) if chosen and kind is Twin else rows  # others compute random features themselves
     close(classifier(tests), twins[chosen > 0].scores(rows, kappa, rho, omega) / unit, SINGLE)
     function, tensors = classifier.formula()
     close(function(tests, **tensors), classifier(tests), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "each, seed, features, used",
+    [pytest.param(4, 3, 7, 0, marks=pytest.mark.slow), (2, 5, 0, 0), ([2, 6, 1, 3, 9], 3, 7, 7)],
+)
+def test_choice_minimises_the_loss_of_left_out_images(each, seed, features, used):
+    images, labels = photos(each, seed, noise=1.2)
+    classifier = taught(images, labels, features=features)
+    assert_least_loss(classifier, images, labels, features)
+    assert classifier.choice[2] == used
 
 
 def test_fixed_settings_have_the_temperature_of_left_out_images():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from taught import in_tasks
-from test_bayes import CENTRES, CLASSES, DIM, SCALE, SINGLE, Twin, close, draw, lifted, photos
+from test_bayes import CENTRES, CLASSES, DIM, SCALE, SINGLE, Twin, assert_least_loss, close, draw, lifted, photos
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers import BayesClassifier, TextClassifier
@@ -108,23 +108,8 @@ def test_scores_of_bayes_equal_the_literal_version(each, omega):
 def test_choice_of_bayes_minimises_the_loss_of_left_out_images(each, features, tmp_path):
     images, labels = photos(each, noise=1.2)
     classifier = taught(images, labels, features=features)
-    layer = np.random.RandomState(0).standard_normal((DIM, features))
-    twins = [ProjectedTwin(images, labels), *([ProjectedTwin(images, labels, layer)] if features else [])]
-    by_text = twins[0].text_losses(range(len(images)))
-    close(classifier.by_text.sum(dim=0), by_text)
-    omega, usual = twins[0].omega(by_text), twins[0].usual_kappa(by_text)
-    rows = [i for i in range(len(images)) if twins[0].n[labels[i]] > 1]
-    common, found = twins[0].correlation(omega), []
-    for number, twin in enumerate(twins):
-        losses, weights = twin.losses(rows, omega)
-        close(classifier.losses[number], np.tensordot(weights, losses, 1), SINGLE)
-        found.append((*twin.choice(losses, weights, usual, by_text, common), number * features))
-    *expected, unit, chosen = min(found)[1:]
-    assert classifier.choice == (*expected, chosen, omega)
-    scores = twins[chosen > 0].scores(TESTS.double().numpy(), *expected, omega) / unit
-    close(classifier(TESTS), scores, SINGLE)
-    function, tensors = classifier.formula()
-    close(function(TESTS, **tensors), classifier(TESTS), 1e-6)
+    assert_least_loss(classifier, images, labels, features, ProjectedTwin)
+    assert classifier.choice[2] == features
     classifier.save_pretrained(tmp_path)
     loaded = BayesClassifier.from_pretrained(tmp_path)
     assert torch.equal(loaded(TESTS), classifier(TESTS)) and torch.equal(loaded.projection, W)
