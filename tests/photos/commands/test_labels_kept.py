@@ -139,8 +139,7 @@ def test_photograph_that_is_gone_waits_and_the_others_are_learned(folder, heap, 
         app.rename({"class": Path(first).name.partition("-")[0], "to": "other"})
     assert len(app.waiting) == 1, "the others are learned before a class is changed"
     aside.rename(first)
-    for _ in range(1):
-        label(app)
+    label(app)
     app.finish()
     assert not app.waiting and not app.lost and sum(app.facts()["counts"].values()) == 8 + 10
 
