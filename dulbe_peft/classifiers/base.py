@@ -35,7 +35,6 @@ EachText = tuple[Tensor | np.ndarray, Tensor | np.ndarray | Sequence[int]]
 Groups = Tensor | np.ndarray | Sequence[int] | Sequence[str]
 EXTRA_STATE = "_extra_state"
 MOST_SCORES = 2**24  # scores that a temperature is fitted to; of more held-out images, an even selection is used
-KEPT = 32  # records of tasks, see `calibration.KEPT`
 LEAST_JUDGED = 1 / 3  # share of the classes that must have left-out images
 SAME_TEXT = 1e-3  # features of the same text on two devices differ by less
 OF_RULES = {"__init__", "register", "logits", *(each for each in vars(Rule) if each[0] != "_")}
@@ -514,6 +513,8 @@ class Classifier(nn.Module):
         classes, judged = len(self._class_names), len(self._class_names)
         if not self.calibration or classes < 2:
             return ""
+        from dulbe_peft.classifiers.calibration import KEPT
+
         if "counts" in self.state:
             judged = int((self.counts > 1).sum())
         if len(self.calibration) < KEPT and all(task.judged for task in self.calibration):

@@ -184,7 +184,8 @@ class BayesRule(ClassSums):
         images, labels = images[order], labels[order]
         groups = None if groups is None else groups.to(labels)[order]
         places, inside = places_among(labels), labels.bincount(minlength=classes)
-        order, rows = places.argsort(stable=True), places.argsort(stable=True)[:MOST_LEFT_OUT]
+        order = places.argsort(stable=True)
+        rows = order[:MOST_LEFT_OUT]
         whole = (classes / state.counts.to(images) * inside)[labels]
         weights = whole / labels[rows].bincount(minlength=classes).clamp_min(1)[labels]
         # Names are judged on two images of each class, see `misnamed`, which takes little time.

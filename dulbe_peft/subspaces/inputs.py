@@ -59,13 +59,14 @@ def collect_statistics(
     return add_inputs(model, batches, forward_fn, into, tokens, mask_fn)
 
 
+@torch.no_grad()
 def add_inputs(
     model: nn.Module,
     batches: Iterable[Any],
     forward_fn: Callable[[nn.Module, Any], Any],
     into: OccupationStatistics,
-    tokens: str = "all",
-    mask_fn: Callable[[Any], torch.Tensor | None] | None = None,
+    tokens: str,
+    mask_fn: Callable[[Any], torch.Tensor | None] | None,
 ) -> OccupationStatistics:
     """Do what `collect_statistics` does, without its checks: a strategy may measure with other weights on purpose."""
     layers: dict[str, nn.Module] = dict(model.dual_mode_layers())  # type: ignore[operator]

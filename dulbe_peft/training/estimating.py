@@ -88,11 +88,11 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
     shares = {name: left_out_share(each, rows, labels, groups) for name, each in state.classifiers.items()}
     classes = tuple(state.class_names[label] for label in labels.unique().tolist())
     known = {name: share for name, share in shares.items() if share is not None}
-    wrong = next(iter(state.classifiers.values())).wrong_labels
-    if wrong is not None and wrong[1] > 0:
-        known = {name: corrected(share, wrong, len(place)) for name, share in known.items()}
-    else:
+    wrong = state.classifier.wrong_labels
+    if wrong is not None and wrong[1] == 0:  # perhaps none
         wrong = None
+    if wrong is not None:
+        known = {name: corrected(share, wrong, len(place)) for name, share in known.items()}
     return now.model_copy(update={"images": len(rows), "classes": classes, "shares": known, "wrong": wrong})
 
 

@@ -9,7 +9,7 @@ from reference import randn
 from safetensors.torch import load_file
 from torch import nn
 
-from dulbe_peft.subspaces.inputs import collect_statistics
+from dulbe_peft.subspaces.inputs import add_inputs, collect_statistics
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
@@ -107,6 +107,7 @@ def test_collected_statistics_equal_sums_over_recorded_inputs():
         modes.append((model.training, torch.is_grad_enabled()))
         model(batch)
 
+    add_inputs(model, batches(), forward, OccupationStatistics(), "all", None)
     assert collect_statistics(model, iter(batches()), forward, into=stats) is stats
     assert set(modes) == {(False, False)}
     assert model.training and model.dropout.training and not model.norm.training

@@ -205,7 +205,7 @@ def _expected(wrong: tuple[float, float, float], first: list[Doubt], labels: np.
     lines = [f"about {share:.1f} % of the labels look wrong ({low:.1f} to {high:.1f} %)"]
     if first:
         number, images = expected_errors(first, wrong[0], labels), counted(len(first), "image")
-        lines.append(f"of the first {images}, about {number:.0f} are expected to have a wrong label")
+        lines.append(f"of the first {images}, about {number:.0f} or fewer are expected to have a wrong label")
     return lines
 
 

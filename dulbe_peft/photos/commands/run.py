@@ -86,9 +86,10 @@ def _use_model_of_table(settings: dict[str, object]) -> None:
     from dulbe_peft.data.feature_tables import encoder_note
 
     note = encoder_note(path)
-    if note is not None:
-        settings.setdefault("whole_images", "jpeg_side" not in note.facts)
-    if note is not None and not settings.get("model"):
+    if note is None:
+        return
+    settings.setdefault("whole_images", "jpeg_side" not in note.facts)
+    if not settings.get("model"):
         settings |= {"model": note.model} | ({} if note.revision is None else {"revision": note.revision})
 
 

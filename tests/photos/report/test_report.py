@@ -21,6 +21,7 @@ from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.report import advice, read_run, write_report
 from dulbe_peft.photos.report.advice import leaderboard, summary
 from dulbe_peft.photos.report.html import percent
+from dulbe_peft.training.state import Estimates
 from research.diagnostics.training_effects import read_effects
 
 
@@ -281,7 +282,7 @@ def test_report_on_an_unfinished_run(runs, tmp_path):
     assert len(rows_of(runs["one"] / "task-002" / "predictions.csv")) == len(read_run(run).predictions)
 
 
-def test_report_on_a_run_without_test_images(tmp_path):
+def test_report_on_a_run_without_test_images(tmp_path, monkeypatch):
     run = learn(tmp_path / "run", strategy="frozen", tests=False)
     assert {"predictions.csv", "pictures", "accuracy.png"}.isdisjoint(path.name for path in run.iterdir())
     page = page_of(run, tmp_path / "page.html")
@@ -292,6 +293,8 @@ def test_report_on_a_run_without_test_images(tmp_path):
     assert page.words.count("from 12 training images") == 4
     both = Page(write_report([run, run], tmp_path / "page.html", csv=tmp_path / "t.csv"))
     assert "None of the runs has test images" in both.words and rows_of(tmp_path / "t.csv") == []
+    monkeypatch.setattr(Estimates, "remarks", lambda *_: ("these names do not fit: 'Red Fox'",))
+    assert "These names do not fit: 'Red Fox'." in page_of(run, tmp_path / "page.html").words
 
 
 def test_report_needs_only_the_results_and_predictions(runs, tmp_path):
