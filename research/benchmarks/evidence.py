@@ -12,6 +12,7 @@ from typing import Any
 from research.comparison.summary import FEW
 
 Row = dict[str, str]
+Line = tuple[str, str]  # stream, and images per class
 DEFAULT, KNOWN, UNKNOWN = "bayes", "still known", "not measured"
 WORST = {  # the columns of `extremes` for each figure
     "A_last": ("accuracy", "furthest behind the best"),
@@ -74,19 +75,28 @@ def bad(figure: str, row: dict[str, float], name: str) -> float:
     return {"A_last": max(row.values()) - row[name], "ECE": row[name], "covered": 100 - row[name]}[figure]
 
 
-def measured_lines(
-    results: Path, classifiers: str, figure: str, streams: str, counts: str, folder: str
-) -> dict[tuple[str, str], dict[str, float]]:
-    """Return (stream, images per class) -> classifier -> figure, where all the `classifiers` were measured."""
-    lines: dict[tuple[str, str], dict[str, float]] = {}
-    columns = classifiers.split(",")
+def lines_of(results: Path, figure: str = "A_last", folder: str = "real") -> dict[Line, dict[str, float]]:
+    """Return (stream, images per class) -> classifier -> figure, whichever classifiers were measured."""
+    lines: dict[Line, dict[str, float]] = {}
     for path in sorted(results.glob(f"{folder}/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            wanted = not counts or row["counts"] in counts.split(",")
-            wanted = wanted and row["figure"] == figure and row["classifier"] in columns and row["value"] is not None
-            if wanted and (not streams or row["stream"] in streams.split(";")):
+            if row["figure"] == figure and row["value"] is not None:
                 lines.setdefault((row["stream"], row["counts"]), {})[row["classifier"]] = row["value"]
-    return {key: row for key, row in lines.items() if len(row) == len(columns)}
+    return lines
+
+
+def measured_lines(
+    results: Path, classifiers: str, figure: str = "A_last", streams: str = "", counts: str = "", folder: str = "real"
+) -> dict[Line, dict[str, float]]:
+    """Return (stream, images per class) -> classifier -> figure, where all the `classifiers` were measured."""
+    columns = classifiers.split(",")
+    return {
+        key: {name: row[name] for name in columns}
+        for key, row in lines_of(results, figure, folder).items()
+        if set(columns) <= row.keys()
+        and (not streams or key[0] in streams.split(";"))
+        and (not counts or key[1] in counts.split(","))
+    }
 
 
 def untidy(results: Path, classifier: str, folder: str = "untidy") -> list[list[str]]:

@@ -35,10 +35,11 @@ Answer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Encoded(NamedTuple):
-    """Features, (n, d), answers, (n,), and the CPU seconds of decoding and resizing."""
+    """Features, (n, d), answers, (n,), how many files were decoded smaller, and the CPU seconds of reading."""
 
     features: torch.Tensor
     answers: torch.Tensor
+    smaller: int
     seconds: float
 
 
@@ -105,15 +106,17 @@ def encoded(
     """Return what the model makes of whole images (0) and of images decoded at each scale."""
     side, results = image_shape(clip, processor)[-1], {}
     for times in (0, *scales):
-        seconds, features, answers = 0.0, [], []
+        seconds, smaller, features, answers = 0.0, 0, [], []
         for file in files:
             start = time.process_time()
             needed = max(int(times * side), LEAST_SIDE) if times else 0
-            pixels = pixel_values(processor, decode_file("", file.content, needed)[0])
+            image, header = decode_file("", file.content, needed)
+            pixels = pixel_values(processor, image)
             seconds += time.process_time() - start
+            smaller += max(image.size) < max(header.size)
             features.append(unit_image_embeds(clip, pixels[None]))
             answers.append(answer(pixels[None], features[-1]))
-        results[times] = Encoded(torch.cat(features), torch.cat(answers), seconds)
+        results[times] = Encoded(torch.cat(features), torch.cat(answers), smaller, seconds)
     return results
 
 
@@ -135,8 +138,9 @@ def compared(where: str, files: Sequence[File], whole: Encoded, scaled: Encoded)
     """Return the rows of one model and scale."""
     cosines, count = (whole.features * scaled.features).sum(dim=1), len(files)
     equal = 100 * float((whole.answers == scaled.answers).float().mean())
+    decoded = f"{count} images, {scaled.smaller} decoded smaller"
     rows = [
-        common.value_row(f"{where}: equal answers, {count} images", round(equal, 2), "%", "at least 99.8"),
+        common.value_row(f"{where}: equal answers, {decoded}", round(equal, 2), "%", "at least 99.8"),
         common.value_row(f"{where}: least cosine", round(float(cosines.min()), 5), ""),
         common.value_row(f"{where}: mean cosine", round(float(cosines.mean()), 6), ""),
         common.value_row(f"{where}: CPU time of reading", common.rounded(scaled.seconds / whole.seconds), "of whole"),

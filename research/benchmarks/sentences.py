@@ -14,9 +14,21 @@ from statistics import fmean
 from typing import Any
 
 from research.benchmarks import real
-from research.benchmarks.evidence import DEFAULT, Row, bad, compared, figures_of, named, percent, short, signed
+from research.benchmarks.evidence import (
+    DEFAULT,
+    Line,
+    Row,
+    bad,
+    compared,
+    figures_of,
+    lines_of,
+    measured_lines,
+    named,
+    percent,
+    short,
+    signed,
+)
 
-Line = tuple[str, str]  # stream, and images per class
 RIVALS = (
     *("text", "bridge", "pooled_bridge", "prototype", "lda", "gda", "ridge", "ranpac:features=1000"),
     *("tip_adapter", "mixed_prototypes", "linear_probe"),
@@ -24,16 +36,6 @@ RIVALS = (
 CALIBRATED = ("lda", "ranpac:features=1000", DEFAULT)
 NONE, OWN = "no names", "own names"
 ALL_LINES = "../research/benchmarks/tables.md#features-of-published-networks"
-
-
-def lines_of(results: Path, figure: str = "A_last", folder: str = "real") -> dict[Line, dict[str, float]]:
-    """Return (stream, images per class) -> classifier -> figure, whichever classifiers were measured."""
-    lines: dict[Line, dict[str, float]] = {}
-    for path in sorted(results.glob(f"{folder}/*.json")):
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            if row["figure"] == figure and row["value"] is not None:
-                lines.setdefault((row["stream"], row["counts"]), {})[row["classifier"]] = row["value"]
-    return lines
 
 
 def plus(points: float) -> str:
@@ -79,15 +81,14 @@ def leads(results: Path, counts: str, folder: str = "real") -> list[list[str]]:
 def published(results: Path, counts: str) -> str:
     """Return sentences on all lines of published features."""
     wanted = counts.split(",")
-    figures: dict[str, dict[Line, dict[str, float]]] = {}
+    number, means, worst = dict[str, int](), dict[str, str](), dict[str, str]()
     for figure in ("A_last", "ECE", "covered"):
-        found = lines_of(results, figure).items()
-        kept = {key: row for key, row in found if key[1] in wanted and set(CALIBRATED) <= row.keys()}
-        figures[figure] = {key: {name: row[name] for name in CALIBRATED} for key, row in kept.items()}
-    means, worst = (
-        {figure: [choose(figure, rows, name) for name in CALIBRATED] for figure, rows in figures.items()}
-        for choose in (_mean, _worst)
-    )
+        rows = measured_lines(results, ",".join(CALIBRATED), figure, counts=counts)
+        ends = [_worst(figure, rows, name) for name in CALIBRATED]
+        number[figure] = len(rows)
+        means[figure] = _listed([fmean(row[name] for row in rows.values()) for name in CALIBRATED])
+        values = [rows[line][name] for line, name in zip(ends, CALIBRATED, strict=True)]
+        worst[figure] = f"{_listed(values)} ({where(ends[-1])})"
     lines = {key: row for key, row in lines_of(results).items() if key[1] in wanted and DEFAULT in row}
     several = {key: row for key, row in lines.items() if key[1] != "1"}
     behind = {key: max(row.values()) - row[DEFAULT] for key, row in several.items()}
@@ -99,10 +100,9 @@ def published(results: Path, counts: str) -> str:
         f"{len(behind)} lines, and at most {one(behind[line])} points behind (`{short(best)}`; {where(line)}).\n"
         f"- **With one image and right names**, it is ahead {_ahead(lines, OWN)}.\n"
         f"- **With one image and no names**, it is ahead {_ahead(lines, NONE)}.\n\n"
-        f"For {names}, the mean accuracy over all {len(figures['A_last'])} lines is {_listed(means['A_last'])} %. "
-        f"The expected calibration error is {_listed(means['ECE'])} points, at worst {_listed(worst['ECE'])}. Sets of "
-        f"90 % hold the right class for {_listed(means['covered'])} % of the images, at worst for "
-        f"{_listed(worst['covered'])}."
+        f"For {names}, the mean accuracy over all {number['A_last']} lines is {means['A_last']} %. The expected "
+        f"calibration error is {means['ECE']} points, at worst {worst['ECE']}. Sets of 90 % hold the right class for "
+        f"{means['covered']} % of the images, at worst for {worst['covered']}."
     )
 
 
@@ -121,12 +121,8 @@ def _ahead(lines: dict[Line, dict[str, float]], names: str) -> str:
     return ", ".join(f"of {title} by {spread(each)}" for title, each in ahead.items() if each)
 
 
-def _mean(figure: str, rows: dict[Line, dict[str, float]], name: str) -> float:
-    return fmean(row[name] for row in rows.values())
-
-
-def _worst(figure: str, rows: dict[Line, dict[str, float]], name: str) -> float:
-    return max(rows.values(), key=lambda row: bad(figure, row, name))[name]
+def _worst(figure: str, rows: dict[Line, dict[str, float]], name: str) -> Line:
+    return max(rows, key=lambda line: bad(figure, rows[line], name))
 
 
 def _listed(values: Sequence[float]) -> str:
@@ -204,7 +200,7 @@ def _other_rate(row: Row, every: dict[tuple[str, str, str], Row]) -> str:
 def small(results: Path, classifiers: str) -> str:
     """Return sentences on the lines of the small models, where all of the `classifiers` were measured."""
     names = classifiers.split(",")
-    lines = {key: row for key, row in lines_of(results, folder="frozen").items() if set(names) <= row.keys()}
+    lines = measured_lines(results, classifiers, folder="frozen")
     behind = {key: max(row[name] for name in names) - row[DEFAULT] for key, row in lines.items()}
     far = sorted((key for key in behind if behind[key] > 1.5), key=lambda key: -behind[key])
     errors = {key: row[DEFAULT] for key, row in lines_of(results, "ECE", "frozen").items() if key in lines}
@@ -220,12 +216,11 @@ def small(results: Path, classifiers: str) -> str:
 
 def keeping(results: Path, classifiers: str, counts: str) -> str:
     """Return the mean accuracies of classifiers that keep the features of all images."""
-    names, wanted = classifiers.split(","), counts.split(",")
-    lines = {key: row for key, row in lines_of(results, folder="frozen").items() if set(names) <= row.keys()}
-    kept = [row for key, row in lines.items() if key[1] in wanted]
-    means = ", ".join(f"`{short(name)}` {one(fmean(row[name] for row in kept))}" for name in names)
-    streams = len({stream for stream, count in lines if count in wanted})
-    return f"On {streams} small streams with {' or '.join(wanted)} images of each class, in percent: {means}."
+    lines = measured_lines(results, classifiers, counts=counts, folder="frozen")
+    each = ((name, fmean(row[name] for row in lines.values())) for name in classifiers.split(","))
+    means = ", ".join(f"`{short(name)}` {one(mean)}" for name, mean in each)
+    streams = len({stream for stream, _ in lines})
+    return f"On {streams} small streams with {counts.replace(',', ' or ')} images of each class, in percent: {means}."
 
 
 def estimated(results: Path, classifier: str) -> str:
