@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -43,21 +41,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     for megapixels in values.megapixels:
         size = (640, 480) if values.quick else common.CAMERAS[megapixels]
         with tempfile.TemporaryDirectory() as root, patch.dict(os.environ, {VARIABLE: str(Path(root, "f.sqlite"))}):
-            folder = Path(root, "photos", "train", "a")
-            folder.mkdir(parents=True)
-            files = common.camera_photographs(folder, max(values.photographs, values.run), size)
-            for file in files[1::2]:
-                other = Path(root, "photos", "train", "b")
-                other.mkdir(exist_ok=True)
-                Path(file).rename(other / Path(file).name)
-            files = sorted(map(str, folder.parent.rglob("*.jpg")))
-            for model in values.models:
+            data = Path(root, "photos")
+            files = common.camera_folders(data, max(values.photographs, values.run), size, classes=2)
+            where = [f"{common.model_name(model)}, {megapixels} megapixels" for model in values.models]
+            for model, place in zip(values.models, where, strict=True):
                 saved_model(model, Path(root, model))
-                where = f"{common.model_name(model)}, {megapixels} megapixels"
-                rows += encoding(values, Path(root, model), files[: values.photographs], where)
+                rows += encoding(values, Path(root, model), files[: values.photographs], place)
                 if values.run:
-                    rows += whole_run(values, Path(root, model), folder.parents[1], where)
-            rows += decodings(Path(root, values.models[0]), folder.parents[1])
+                    rows += whole_run(values, Path(root, model), data, place)
+            rows += decodings(Path(root, values.models[0]), data, where[0])
     common.write("camera", values, argv, rows)
 
 
@@ -74,29 +66,23 @@ def encoding(values: argparse.Namespace, model: Path, files: list[str], where: s
 
     scaled, whole, batch = learner(False), learner(True), 8
 
-    def read() -> list[torch.Tensor]:
-        values = []
+    def read() -> torch.Tensor:
+        pixels = []
         for file in files:
             with Image.open(file) as image:
-                values.append(pixel_values(processor, image.convert("RGB")))
-        return values
+                pixels.append(pixel_values(processor, image.convert("RGB")))
+        return torch.stack(pixels)
 
-    pixels = torch.stack(read())
-
-    def tower() -> None:
+    def tower(pixels: torch.Tensor) -> None:
         for part in pixels.split(batch):
-            unit_image_embeds(clip, part)
-
-    def by_hand() -> None:
-        for part in torch.stack(read()).split(batch):
             unit_image_embeds(clip, part)
 
     sides: dict[str, Callable[[], object]] = {
         "ours": partial(scaled.image_embeds, files),
         "whole": partial(whole.image_embeds, files),
         "read": read,
-        "tower": tower,
-        "by hand": by_hand,
+        "tower": partial(tower, read()),
+        "by hand": lambda: tower(read()),
     }
     times = common.compare(sides, values.repeats)
     rows = []
@@ -109,7 +95,7 @@ def encoding(values: argparse.Namespace, model: Path, files: list[str], where: s
     return rows
 
 
-def decodings(model: Path, data: Path) -> list[dict[str, Any]]:
+def decodings(model: Path, data: Path, where: str) -> list[dict[str, Any]]:
     """Return how often `run` decodes each photograph, alone and after `check`."""
     count, real = 0, reading.decode_file
     number = len(list(data.rglob("*.jpg")))
@@ -129,41 +115,19 @@ def decodings(model: Path, data: Path) -> list[dict[str, Any]]:
             words = ["run", "--model", str(model), "--data", str(data), "--output", str(out)]
             if command([*words, "--no-progress", "--device", "cpu"]):
                 raise AssertionError("the command failed")
-        rows.append(common.value_row(f"decodings of a photograph by {name}", count / number, "", "1.0"))
+        rows.append(common.value_row(f"decodings of a photograph by {name}, {where}", count / number, "", "1.0"))
     return rows
 
 
 def whole_run(values: argparse.Namespace, model: Path, data: Path, where: str) -> list[dict[str, Any]]:
     """Compare the CPU and wall time of `run` in a new process with those of `run --whole-images --num-workers 0`."""
-    number = 0
-
-    def run(*flags: str) -> None:
-        nonlocal number
-        number += 1
-        argv = [
-            "run",
-            "--model",
-            str(model),
-            "--data",
-            str(data),
-            "--output",
-            str(data.parent / f"{model.name}{number}"),
-        ]
-        subprocess.run(
-            [sys.executable, "-m", "dulbe_peft", *argv, "--no-store", "--no-progress", "--device", "cpu", *flags],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-
     times: common.Times = {name: {"wall": [], "cpu": []} for name in ("ours", "whole")}
-    for _ in range(values.repeats):
+    for number in range(values.repeats):
         for name, flags in (("ours", ()), ("whole", ("--whole-images", "--num-workers", "0"))):
-            before = os.times()
-            run(*flags)
-            after = os.times()
-            cpu = after.children_user + after.children_system - before.children_user - before.children_system
-            times[name]["cpu"].append(cpu)
-            times[name]["wall"].append(after.elapsed - before.elapsed)
+            argv = ["--model", str(model), "--data", str(data), "--no-store", "--no-progress", "--device", "cpu"]
+            argv += ["--output", str(data.parent / f"{model.name}-{name}{number}"), *flags]
+            for clock, seconds in common.child("-m", "dulbe_peft", "run", *argv).items():
+                times[name][clock].append(seconds)
     what = f"run / run with whole images and no threads, {values.run} photographs, {where}"
     return [common.row(what, times, "ours", "whole", 0.65)]
 

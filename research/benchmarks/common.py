@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +51,15 @@ def compare(sides: Mapping[str, Callable[[], object]], repeats: int, warmup: int
                 times[name]["wall"].append(time.perf_counter() - wall)
                 times[name]["cpu"].append(time.process_time() - cpu)
     return times
+
+
+def child(*argv: str) -> dict[str, float]:
+    """Run Python with some arguments in a new process; return its "wall" and "cpu" seconds."""
+    before = os.times()
+    subprocess.run([sys.executable, *argv], check=True, stdout=subprocess.DEVNULL)
+    after = os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return {"wall": after.elapsed - before.elapsed, "cpu": cpu}
 
 
 def ratio(times: Times, ours: str, other: str) -> dict[str, Any]:
@@ -220,3 +230,19 @@ def camera_photographs(folder: Path, count: int, size: tuple[int, int]) -> list[
         Image.fromarray(pixels).save(path, quality=90)
         files.append(str(path))
     return files
+
+
+def camera_folders(folder: Path, count: int, size: tuple[int, int], classes: int) -> list[str]:
+    """Write such files into `folder`/train, a folder for each class, and return their paths.
+
+    Their bytes all differ; up to 64 pictures repeat.
+    """
+    made = folder.with_name("originals")
+    made.mkdir()
+    originals = [Path(file).read_bytes() for file in camera_photographs(made, min(64, count), size)]
+    for number in range(count):
+        place = folder / "train" / f"class {number % classes:02d}"
+        place.mkdir(parents=True, exist_ok=True)
+        # A decoder ignores what follows the end of a picture.
+        (place / f"{number:05d}.jpg").write_bytes(originals[number % len(originals)] + number.to_bytes(4, "big"))
+    return sorted(map(str, folder.rglob("*.jpg")))

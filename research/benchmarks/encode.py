@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -232,15 +230,10 @@ def whole(values: argparse.Namespace) -> list[dict[str, Any]]:
             Path(file).rename(folder / f"{number}.jpg")
         pixels = models.pixels(8, clip.config.vision_config.image_size)
 
-        def child(*argv: str) -> float:
-            before = os.times()
-            subprocess.run([sys.executable, *argv], check=True, stdout=subprocess.DEVNULL)
-            after = os.times()
-            return after.children_user + after.children_system - before.children_user - before.children_system
-
         def run(number: int) -> float:
             argv = ["--model", str(Path(root, "model")), "--data", str(Path(root, "photos")), "--no-progress"]
-            return child("-m", "dulbe_peft", "run", *argv, "--no-store", "--output", str(Path(root, f"run{number}")))
+            argv += ["--no-store", "--output", str(Path(root, f"run{number}"))]
+            return common.child("-m", "dulbe_peft", "run", *argv)["cpu"]
 
         def encode() -> None:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_bfloat16(torch.device("cpu"))):
@@ -251,18 +244,19 @@ def whole(values: argparse.Namespace) -> list[dict[str, Any]]:
         image = str(next(Path(root, "photos", "test").rglob("*.jpg")))
         for number in range(values.repeats):
             alone = common.compare({"": encode}, 1)[""]["cpu"][0]
-            shares.append((run(number) - child("-c", imports)) / alone)
+            shares.append((run(number) - common.child("-c", imports)["cpu"]) / alone)
         for _ in range(2 * values.repeats + 1):
-            stock = child("-c", ZERO_SHOT, str(Path(root, "model")), image)
-            seconds.append(child("-m", "dulbe_peft", "predict", str(Path(root, "run0")), image, "--no-store"))
+            stock = common.child("-c", ZERO_SHOT, str(Path(root, "model")), image)["cpu"]
+            predicted = ["-m", "dulbe_peft", "predict", str(Path(root, "run0")), image, "--no-store"]
+            seconds.append(common.child(*predicted)["cpu"])
             ones.append(seconds[-1] / stock)
     name = common.model_name(values.model)
     what = f"run without imports / its encoder, {name}, {count} photographs: CPU time"
-    predicted = f"CPU of `dulbe-peft predict`, one photograph, {name}"
+    predicting = f"CPU of `dulbe-peft predict`, one photograph, {name}"
     return [
         {"what": what, "goal": 1.15, "ratio": {"cpu": common.spread(shares)}},
-        common.value_row(predicted, common.rounded(float(np.median(seconds))), "s"),
-        {"what": f"{predicted} / transformers' zero-shot", "goal": 1.07, "ratio": {"cpu": common.spread(ones)}},
+        common.value_row(predicting, common.rounded(float(np.median(seconds))), "s"),
+        {"what": f"{predicting} / transformers' zero-shot", "goal": 1.07, "ratio": {"cpu": common.spread(ones)}},
     ]
 
 

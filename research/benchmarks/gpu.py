@@ -113,8 +113,7 @@ def figures(values: Any, device: torch.device) -> Figures:
 def photograph_figures(values: Any, device: torch.device, folder: Path) -> Figures:
     """Yield the measurements of `--photographs`; the files are written into `folder`."""
     classes = 2 if values.quick else 25
-    write_photographs(folder / "photos", values.photographs, tuple(values.size), classes)
-    files = sorted(map(str, (folder / "photos").rglob("*.jpg")))
+    files = common.camera_folders(folder / "photos", values.photographs, tuple(values.size), classes)
     model = values.models[0]
     saved_model(model, folder / "model")
     for batch in values.batch:
@@ -131,18 +130,6 @@ def photograph_figures(values: Any, device: torch.device, folder: Path) -> Figur
         for batch in values.batch:
             where = f"{common.model_name(model)}, batch {batch}, bfloat16"
             yield f"step, {where}", partial(steps, values, device, model, batch, "bfloat16", False)
-
-
-def write_photographs(folder: Path, count: int, size: tuple[int, int], classes: int) -> None:
-    """Write JPEG files in a folder for each class. Their bytes all differ; up to 64 pictures repeat."""
-    made = folder.with_name("originals")
-    made.mkdir()
-    originals = [Path(file).read_bytes() for file in common.camera_photographs(made, min(64, count), size)]
-    for number in range(count):
-        place = folder / "train" / f"class {number % classes:02d}"
-        place.mkdir(parents=True, exist_ok=True)
-        # A decoder ignores what follows the end of a picture.
-        (place / f"{number:05d}.jpg").write_bytes(originals[number % len(originals)] + number.to_bytes(4, "big"))
 
 
 def learner_of(device: torch.device, folder: Path, strategy: str, **settings: Any) -> ClassIncrementalLearner:

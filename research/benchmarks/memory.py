@@ -26,13 +26,6 @@ from dulbe_peft import ClassIncrementalLearner, LearnerArguments
 from research.benchmarks import common, models, ours, stock
 
 STATUS = Path("/proc/self/status")
-MAKE = """
-import sys
-from pathlib import Path
-from research.benchmarks import common
-
-common.camera_photographs(Path(sys.argv[1]), int(sys.argv[2]), (int(sys.argv[3]), int(sys.argv[4])))
-"""
 RESET_PEAK = Path("/proc/self/clear_refs")
 
 
@@ -43,20 +36,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--photographs", type=int, default=0, help="photographs to encode, instead of steps")
     options.add_argument("--megapixels", type=int, default=48, choices=common.CAMERAS)
     options.add_argument("--side", choices=("ours", "stock", "scaled", "whole"), help=argparse.SUPPRESS)
+    options.add_argument("--files", help=argparse.SUPPRESS)
     values = common.parse(options, argv)
     if values.side:
         print(json.dumps(measure(values) if values.side in ("ours", "stock") else encoding(values)))
         return
-    if values.photographs:
-        rows = []
+    rows = photograph_rows(values) if values.photographs else step_rows(values)
+    del values.side, values.files
+    common.write("memory", values, argv, rows)
+
+
+def photograph_rows(values: Any) -> list[dict[str, Any]]:
+    """Return the rows of encoding photographs."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        common.camera_photographs(Path(folder), values.photographs, common.CAMERAS[values.megapixels])
         for side, goal in (("scaled", "≤ 600"), ("whole", None)):
-            peaks = [in_process(side, values)["peak"] for _ in range(values.repeats)]
+            peaks = [in_process(side, values, "--files", folder)["peak"] for _ in range(values.repeats)]
             where = f"{values.photographs} photographs of {values.megapixels} megapixels, {side}"
             what = f"memory of image_embeds beyond the model, {common.model_name(values.model)}, {where}"
             rows.append(common.value_row(what, common.rounded(max(peaks)), "MiB", goal))
-        del values.side
-        common.write("memory", values, argv, rows)
-        return
+    return rows
+
+
+def step_rows(values: Any) -> list[dict[str, Any]]:
+    """Return the rows of training steps."""
     results: dict[str, list[dict[str, float]]] = {"ours": [], "stock": []}
     for number in range(values.repeats):
         for side in ("ours", "stock") if number % 2 == 0 else ("stock", "ours"):
@@ -72,16 +76,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         ratio: dict[str, Any] = {"bytes": common.spread([a[key] / b[key] for a, b in pairs])}
         ratio["MiB"] = {side: common.rounded(median(run[key] for run in runs)) for side, runs in results.items()}
         rows.append({"what": f"{what}, {where}", "goal": goal, "ratio": ratio})
-    del values.side
-    common.write("memory", values, argv, rows)
+    return rows
 
 
-def in_process(side: str, values: Any) -> dict[str, float]:
+def in_process(side: str, values: Any, *more: str) -> dict[str, float]:
     """Measure one side in a new process; return its figures in MiB."""
     options = {"--model": values.model, "--batch": values.batch, "--attention": values.attention, "--side": side}
-    options |= {"--photographs": values.photographs, "--megapixels": values.megapixels}
     flags = [str(item) for pair in options.items() for item in pair]
-    command = [sys.executable, "-m", "research.benchmarks.memory", *flags, "--threads", str(values.threads)]
+    command = [sys.executable, "-m", "research.benchmarks.memory", *flags, *more, "--threads", str(values.threads)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     figures: dict[str, float] = json.loads(output.splitlines()[-1])
     return figures
@@ -114,15 +116,11 @@ def encoding(values: Any) -> dict[str, float]:
     args = LearnerArguments(device="cpu", progress=False, whole_images=values.side == "whole")
     learner = ClassIncrementalLearner(clip, processor, args=args, strategy="frozen")
     learner.use_store(None)
-    with tempfile.TemporaryDirectory() as folder:
-        size = common.CAMERAS[values.megapixels]
-        made = [sys.executable, "-c", MAKE, folder, str(values.photographs), *map(str, size)]
-        subprocess.run(made, check=True)  # in another process, whose memory does not count
-        learner.image_embeds(Image.new("RGB", (64, 64)))
-        RESET_PEAK.write_text("5")
-        before = resident("VmRSS")
-        learner.image_embeds(folder)
-        return {"peak": resident("VmHWM") - before}
+    learner.image_embeds(Image.new("RGB", (64, 64)))
+    RESET_PEAK.write_text("5")
+    before = resident("VmRSS")
+    learner.image_embeds(values.files)
+    return {"peak": resident("VmHWM") - before}
 
 
 def resident(field: str) -> float:

@@ -61,7 +61,8 @@ def line(row: dict[str, Any]) -> str:
     if isinstance(goal, float):
         goal = f"≤ {goal:.2f}"
     if "value" in row:
-        return f"| {row['what']} | {goal} | {number(row['value'])} {row['unit']} |"
+        value = f"**{number(row['value'])}** {row['unit']}".rstrip()
+        return f"| {row['what']} | {goal} | {value} |"
     spread = next(row["ratio"][clock] for clock in ("bytes", "cpu", "wall") if clock in row["ratio"])
     return f"| {row['what']} | {goal} | {cell(spread)} |"
 
