@@ -343,15 +343,14 @@ def parts(results: Path, file: str = "parts") -> str:
     systems = json.loads((results / f"{file}.json").read_text(encoding="utf-8"))["accuracies"]
     whole = systems["DuLBE"]["all"]
     means = {name: one(fmean(figures["all"])) for name, figures in systems.items()}
-    left_out = [name for name in systems if name.startswith("without ")]
-    paying = [name for name in left_out if all(map(float.__lt__, systems[name]["all"], whole))]
-    others = [name for name in left_out if name not in paying]
-    worse, unclear = (", ".join(f"{means[name]} {name}" for name in names) for names in (paying, others))
+    worse = {name: sum(map(float.__lt__, systems[name]["all"], whole)) for name in systems}
+    left_out = ", ".join(f"{means[name]} {name} ({worse[name]})" for name in systems if name.startswith("without "))
     return (
-        f"Their names classify {means['nothing trained']} % correctly without training, and {means['DuLBE']} with "
-        f"DuLBE; {worse} (worse with each of {len(whole)} seeds);\n{unclear} (no clear difference). LoRA has "
-        f"{means['LoRA']}. With three times the rate, DuLBE has {means['DuLBE, three times the rate']} and LoRA "
-        f"{means['LoRA, three times the rate']}."
+        f"The names of the digits classify {means['nothing trained']} % correctly without training, and "
+        f"{means['DuLBE']} with DuLBE.\nWith a part left out (and with how many of {len(whole)} seeds it is worse): "
+        f"{left_out}.\n"
+        f"LoRA has {means['LoRA']}. With three times the rate, DuLBE has {means['DuLBE, three times the rate']} and "
+        f"LoRA {means['LoRA, three times the rate']}."
     )
 
 

@@ -293,7 +293,7 @@ def test_sentences_on_estimates_rejection_and_suggestions(tmp_path):
     assert "by +5.0 (+5.0 to +5.0) on small models" in said and said.endswith("the difference is a, no names +2.5.")
 
 
-def test_sentences_on_parts_name_those_that_are_worse_with_every_seed(tmp_path):
+def test_sentences_on_parts_say_with_how_many_seeds_each_is_worse(tmp_path):
     figures = {
         "nothing trained": [30, 40],
         "DuLBE": [60, 70],
@@ -305,8 +305,8 @@ def test_sentences_on_parts_name_those_that_are_worse_with_every_seed(tmp_path):
     accuracies = {name: {"all": [float(value) for value in values]} for name, values in figures.items()}
     (tmp_path / "parts.json").write_text(json.dumps({"accuracies": accuracies}))
     said = sentences.parts(tmp_path)
-    assert "65.0 with DuLBE; 62.0 without the shared mode (worse with each of 2 seeds)" in said
-    assert "65.0 without routing (no clear difference)" in said and "rate, DuLBE has 85.0 and LoRA 75.0." in said
+    assert "65.0 with DuLBE" in said and "62.0 without the shared mode (2), 65.0 without routing (1)" in said
+    assert "rate, DuLBE has 85.0 and LoRA 75.0." in said
 
 
 def test_refused_prediction_sets_are_no_figure(tmp_path):
