@@ -8,7 +8,6 @@ holds a frozen learner with several classifiers, a run that trained a learner, a
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,9 @@ ARGS = LearnerArguments(
     precision="float32",
     progress=False,
     prompt_template="the digit {}.",
-    drift="none",  # the default when the first files were written
+    # The defaults when the first files were written.
+    drift="none",
+    whole_images=True,
 )
 
 
@@ -48,7 +49,7 @@ def digits(start: int, stop: int) -> LabelledImages:
     return digit_images(data.images[rows], data.target[rows])
 
 
-def learner_of(strategy: str, *classifiers: str, **changed: Any) -> ClassIncrementalLearner:
+def learner_of(strategy: str, *classifiers: str) -> ClassIncrementalLearner:
     model, processor = load_clip(demo_model_folder())
     model.name_or_path = model.config._name_or_path = "someone/demo-clip"  # so that no local path is saved
     if strategy != "frozen":
@@ -57,8 +58,7 @@ def learner_of(strategy: str, *classifiers: str, **changed: Any) -> ClassIncreme
             residual_rank=2, support_rank=8, text_rank=1, target_modules=["k_proj"], layers_to_transform=[0]
         )
         model = get_peft_model(model, config)
-    args = replace(ARGS, **changed)
-    return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
+    return ClassIncrementalLearner(model, processor, args=ARGS, strategy=strategy, classifiers=classifiers)
 
 
 def answers(learner: ClassIncrementalLearner) -> list:
@@ -98,7 +98,7 @@ def read(folder: Path) -> dict[str, Any]:
     alone["bridge"] = BridgeEnsembleHead.from_pretrained(folder / "head")
     loaded = {"frozen": answers(frozen), "run": answers(running), "scores": scores(alone)}
     further = class_incremental_tasks(digits(0, 4), digits(4, 6), increment=2)[:2]
-    resumed = learner_of("dulbe", "bridge", whole_images=True)  # the only way when the first files were written
+    resumed = learner_of("dulbe", "bridge")
     resumed.run(further, folder / "run")  # continues after the saved task
     assert resumed.tasks == [task.class_names for task in further] and len(running.memory) == 1
     return loaded

@@ -159,7 +159,6 @@ def test_forgetting_a_class_keeps_other_scores_and_forgetting_all_resets_the_cla
     assert_equal_states(snapshot(classifier), snapshot(new))
 
 
-@pytest.mark.filterwarnings("ignore:rapf. .* steps of training")
 @pytest.mark.parametrize("name", NAMED)
 def test_one_image_per_class_is_enough(name):
     spec = "linear_head:epochs=50,learning_rate=0.01" if name == "linear_head" else name  # one step an epoch

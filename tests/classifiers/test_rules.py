@@ -63,7 +63,6 @@ def test_scores_of_a_rule_equal_the_literal_float64_version(name):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.filterwarnings("ignore:rapf. .* steps of training")
 @pytest.mark.parametrize("name", NAMED)
 def test_a_rule_keeps_valid_tensors_and_its_classifier_the_same_ones(name):
     name = WITHOUT_CHOICE.get(name, name)

@@ -63,7 +63,6 @@ def literal_map(start, x, y, texts, tau, old, generator, epochs, size, draws, k,
     return a.detach()
 
 
-@pytest.mark.filterwarnings("ignore:rapf. .* steps of training")
 @pytest.mark.parametrize("most", [2, 32])
 def test_two_tasks_of_rapf_equal_the_literal_version(monkeypatch, most):
     monkeypatch.setattr(rapf, "MOST_PAIRS", most)
@@ -95,7 +94,6 @@ def test_two_tasks_of_rapf_equal_the_literal_version(monkeypatch, most):
     torch.testing.assert_close(classifier(x).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:rapf. .* steps of training")
 def test_rapf_replays_every_old_class_in_an_epoch_and_takes_a_least_number_of_steps(monkeypatch):
     monkeypatch.setattr(rapf, "LEAST_STEPS", 12)
     texts = normal(7, DIM, seed=8)

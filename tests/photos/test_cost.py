@@ -27,7 +27,7 @@ def test_counts_equal_the_overheads_in_the_paper():
     assert bridge * 2**20 == 4 * (100 * 512 + 100 * 10) + depths + counts_and_lengths and round(bridge, 2) == 0.20
     gaussians = counted["rapf: kept of 100 classes beside their texts"]
     assert gaussians == pytest.approx(101.2, rel=1e-3)
-    assert f"{stored[0]:.0f} MiB" in text_of("docs/decisions.md")
+    assert f"share one matrix: {stored[0]:g} MiB\n" in text_of("docs/decisions.md")
 
 
 def test_counts_equal_the_sizes_of_real_tensors(tiny_clip):

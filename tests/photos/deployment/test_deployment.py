@@ -32,8 +32,6 @@ from dulbe_peft.photos.deployment.parts import checked_formula
 
 SHAPES = ((20, 26), (64, 48), (16, 16), (7, 90), (33, 31))
 WIDE = ("ranpac:features=50", "bayes:features=50")
-# Three images per class are few for rapf.
-pytestmark = pytest.mark.filterwarnings("ignore:rapf. .* steps of training")
 WITH_TEXT = ("bridge", "text", "pooled_bridge", "lda", *WIDE, "visual_agent", "bofa", "ridge", "gda")
 WITH_TEXT += ("rapf", "slca:epochs=1", "engine", "proof:epochs=1", "clap4clip:epochs=1")
 WITH_TEXT += ("clg_cbm:epochs=30,learning_rate=0.03", "linear_head:epochs=5,batch_size=2")
