@@ -1,9 +1,9 @@
 """Measure reading and encoding of photographs as large as a phone's, against the same parts done by hand.
 
 `--megapixels` are 12 or 48, of which a few JPEG files are written. "By hand" reads each photograph whole with Pillow
-and the model's processor, one after the other, and then encodes them. A CPU pads batches of fewer than eight images, so
-`--photographs` is best a multiple of eight. `--models` are those of the other benchmarks:
-"small" stands for an encoder that is much faster than reading, and "vit-b-16" for the usual one.
+and the model's processor, one after the other, and then encodes them. A CPU pads batches of fewer than eight images,
+so `--photographs` is best a multiple of eight. `--models` are those of the other benchmarks: "small" stands for an
+encoder that is much faster than reading, and "vit-b-16" for the usual one.
 """
 
 from __future__ import annotations
