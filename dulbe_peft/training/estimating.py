@@ -88,12 +88,15 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
     shares = {name: left_out_share(each, rows, labels, groups) for name, each in state.classifiers.items()}
     classes = tuple(state.class_names[label] for label in labels.unique().tolist())
     known = {name: share for name, share in shares.items() if share is not None}
-    wrong = state.classifier.wrong_labels
-    if wrong is not None and wrong[1] == 0:  # perhaps none
-        wrong = None
-    if wrong is not None:
+    if (wrong := surely_wrong(state.classifier)) is not None:
         known = {name: corrected(share, wrong, len(place)) for name, share in known.items()}
     return now.model_copy(update={"images": len(rows), "classes": classes, "shares": known, "wrong": wrong})
+
+
+def surely_wrong(classifier: Classifier) -> tuple[float, float, float] | None:
+    """Return the share of wrong labels with its interval, or None if the interval contains 0."""
+    wrong = classifier.wrong_labels
+    return wrong if wrong is not None and wrong[1] > 0 else None
 
 
 def corrected(

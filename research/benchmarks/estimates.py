@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from dulbe_peft.training.estimating import MOST_LEFT_OUT, left_out_share
+from dulbe_peft.classifiers.calibration import places_among
+from dulbe_peft.classifiers.groups import together
+from dulbe_peft.training.estimating import MOST_LEFT_OUT, corrected, left_out_share, surely_wrong
 from research.benchmarks import common
 from research.benchmarks.frozen import Task, learned, measured, stream_options
 
@@ -24,18 +26,37 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @torch.no_grad()
 def figures(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> dict[str, float]:
-    """Return the estimate, its interval, and A_last, as fractions."""
+    """Return the estimate, its interval, A_last, and the accuracy on the classes of the estimate, as fractions."""
     classifier = learned(spec, features, tasks)
     seen = classifier.class_names
     starts = [sum(len(past.classes) for past in tasks[:number]) for number in range(len(tasks))]
     labels = torch.tensor([start + label for start, task in zip(starts, tasks, strict=True) for label in task.y])
     images, share = torch.cat([task.train for task in tasks]), max(1, MOST_LEFT_OUT // len(seen))
-    rows = [rows[:share] for label in labels.unique() if len(rows := (labels == label).nonzero()[:, 0]) > 1]
-    estimate = left_out_share(classifier, images[torch.cat(rows)], labels[torch.cat(rows)]) or ()
+    chosen = places_among(labels) < share
+    groups = joined(tasks)
+    if groups is not None:
+        chosen = torch.isin(groups, groups[chosen])  # whole groups
+    counts = labels.bincount(minlength=len(seen))
+    chosen &= counts[labels] > together(labels, groups)
     truth = torch.tensor([label for task in tasks for label in task.truth])
-    predicted = classifier(torch.cat([task.test for task in tasks])).argmax(dim=1)
-    accuracy = float((predicted == truth).double().mean())
-    return dict(zip(("estimate", "low", "high"), estimate, strict=False)) | {"test": accuracy}
+    right = classifier(torch.cat([task.test for task in tasks])).argmax(dim=1) == truth
+    found = {"test": float(right.double().mean())}
+    if not chosen.any():
+        return found
+    of = labels[chosen]
+    estimate = left_out_share(classifier, images[chosen], of, None if groups is None else groups[chosen])
+    if estimate is not None and (wrong := surely_wrong(classifier)) is not None:
+        estimate = corrected(estimate, wrong, len(seen))
+    found["test, classes of the estimate"] = float(right[torch.isin(truth, of)].double().mean())
+    return dict(zip(("estimate", "low", "high"), estimate or (), strict=False)) | found
+
+
+def joined(tasks: Sequence[Task]) -> torch.Tensor | None:
+    """Return the group of each image of all tasks, (n,), or None without groups. Groups of two tasks differ."""
+    if not tasks[0].groups:
+        return None
+    starts = [sum(max(past.groups) + 1 for past in tasks[:number]) for number in range(len(tasks))]
+    return torch.tensor([start + own for start, task in zip(starts, tasks, strict=True) for own in task.groups])
 
 
 if __name__ == "__main__":

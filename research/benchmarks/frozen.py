@@ -7,7 +7,6 @@ Each seed draws the order of the classes and the images. `--counts` takes
     2/32       2 and 32 images in turn
     40/rank    a long tail: 40 images of the first class in a random order, 20 of the second, 13 of the third, ...
     lone4      4 images of each class, but only 1 of every fifth class
-    only3      all images of 3 classes, spread over the stream, but only 1 of every other class
     4+4        4 images of each class; from the second task on, each task adds 4 images of every third known class
 """
 
@@ -34,7 +33,6 @@ from research.benchmarks.untidy import untidy
 
 SPECS = (*("text", "bridge", "prototype", "lda", "gda", "ridge", "ranpac:features=1000", "bayes"),)
 FEW = 8  # a class with fewer images counts as a class with few images
-ALL = 100_000  # more images than any class has
 DRAWN = 20  # draws of right and wrong answers from the probabilities, for `ECE_exact`
 
 
@@ -84,10 +82,14 @@ def stream_options(
     options = common.stream_parser(description, repeats=3)
     options.add_argument("--increment", type=int, default=2, help="classes per task")
     options.add_argument("--counts", nargs="+", default=list(counts))
-    options.add_argument("--untidy", nargs="+", default=["none"], help="see research.benchmarks.untidy")
+    untidy_option(options)
     options.add_argument("--classifiers", nargs="+", default=list(classifiers))
     options.add_argument("--prompt-template", default="a photo of the digit {}.")
     return real_options(options)
+
+
+def untidy_option(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--untidy", nargs="+", default=["none"], help="see research.benchmarks.untidy")
 
 
 def real_options(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -187,10 +189,6 @@ def images_of(counts: str, classes: int, generator: torch.Generator) -> tuple[li
         most = int(first.removesuffix("/rank"))
         ranks = torch.randperm(classes, generator=generator).tolist()
         return [max(1, round(most / (1 + rank))) for rank in ranks], int(further or 0)
-    if first.startswith("only"):
-        number = int(first.removeprefix("only"))
-        whole = {classes * (2 * place + 1) // (2 * number) for place in range(number)}
-        return [ALL if place in whole else 1 for place in range(classes)], 0
     if first.startswith("lone"):
         return [1 if place % 5 == 0 else int(first.removeprefix("lone")) for place in range(classes)], 0
     turns = [int(part) for part in first.split("/")]

@@ -121,8 +121,6 @@ def lines(
 
 def enough(features: dict[str, Any], count: str, spare: int = 0) -> bool:
     """Return whether the median class has enough images besides `spare` ones. For a long tail, a quarter is enough."""
-    if count.startswith("only"):
-        return True
     first = count.removeprefix("lone").removesuffix("/rank").partition("+")[0]
     most, usual = max(int(part) for part in first.split("/")), int(features["y"].bincount().median()) - spare
     return most <= (4 * usual if count.endswith("/rank") else usual)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,9 +20,9 @@ from sklearn.metrics import roc_auc_score
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.novelty import found
-from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.data.readers import load_data
 from research.benchmarks import common, frozen, real
+from research.benchmarks.untidy import untidy
 
 SHARE, COVERAGE, KNOWN = 0.05, 0.95, 0.7
 CLIPS = ("cars", "imagenet-even", "dtd", "flowers", "aircraft", "sun397")  # streams of one network
@@ -36,15 +38,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     options.add_argument("--classifier", default="bayes", help="a classifier that keeps means, counts and scatter")
     options.add_argument("--prompt-template", default="a photo of the digit {}.")
+    frozen.untidy_option(options)
     frozen.real_options(options)
     values = common.parse(options, argv)
     rows = []
-    for stream, counts, drawn in frozen.lines(values):
+    for (stream, counts, drawn), kind in product(frozen.lines(values), values.untidy):
         draws = [(made := drawn(seed)) | {"far": far(made, stream, values, seed)} for seed in range(values.repeats)]
-        results = [measured(made, counts, frozen.step(made, values), values, seed) for seed, made in enumerate(draws)]
-        for figure in results[0]:
+        if kind.startswith("names") and draws[0]["text"] is None:
+            continue
+        results = [measured(made, counts, kind, values, seed) for seed, made in enumerate(draws)]
+        line = stream if kind == "none" else f"{stream}, {kind}"
+        for figure in dict.fromkeys(name for result in results for name in result):
             each = [common.rounded(result[figure]) for result in results if figure in result]
-            what = f"{values.classifier}, {counts} images a class, {stream}: {figure}"
+            what = f"{values.classifier}, {counts} images a class, {line}: {figure}"
             rows.append(common.value_row(what, common.rounded(statistics.fmean(each)), "%") | {"each": each})
     common.write("rejection", values, argv, rows)
 
@@ -68,55 +74,61 @@ def others(clip: str, data: str) -> torch.Tensor:
 
 
 @torch.no_grad()
-def measured(features: dict[str, Any], counts: str, increment: int, values: Any, seed: int) -> dict[str, float]:
+def measured(features: dict[str, Any], counts: str, kind: str, values: Any, seed: int) -> dict[str, float]:
     """Return the figures of a draw, in percent, except for the size of the prediction sets."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(features["names"]), generator=generator)
     known = order[: int(len(order) * values.known)]
-    wanted, _ = frozen.images_of(counts, len(known), generator)
-    classifier = make_classifier(values.classifier, features["train"].shape[1], features["scale"])
-    seen, learned = list[int](), []
-    for group in known.split(increment):
-        rows = [(features["y"] == label).nonzero()[:, 0] for label in group]
-        numbers = wanted[len(seen) : len(seen) + len(group)]
-        rows = [
-            members[torch.randperm(len(members), generator=generator)[:number]]
-            for members, number in zip(rows, numbers, strict=True)
-        ]
-        labels = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(members) for members in rows]))
-        seen += group.tolist()
-        names = [features["names"][label] for label in group.tolist()]
-        learned.append(features["train"][torch.cat(rows)])
-        texts = None if features["text"] is None else features["text"][seen]
-        classifier.add_classes(names, learned[-1], labels, texts)
+    texts = None if features["text"] is None else features["text"][known]
+    of_known = features | {"names": [features["names"][label] for label in known.tolist()], "text": texts}
+    tasks = drawn_tasks(features, known, counts, frozen.step(features, values), generator)
+    of_known, tasks = untidy(kind, of_known, tasks, seed)
+    classifier, texts = frozen.learned(values.classifier, of_known, tasks), of_known["text"]
     places = torch.full((len(order),), -1)
-    places[seen] = torch.arange(len(seen))
+    places[known] = torch.arange(len(known))
     truth = places[features["truth"]]
-    of_known, near = features["test"][truth >= 0], features["test"][truth < 0]
-    texts = None if features["text"] is None else features["text"][seen]
-    figures = promised(classifier, of_known, truth[truth >= 0])
-    scores = scored(classifier, torch.cat(learned), texts, of_known)
+    images, near = features["test"][truth >= 0], features["test"][truth < 0]
+    learned = torch.cat([task.train for task in tasks])
+    figures = promised(classifier, images, truth[truth >= 0])
+    scores = scored(classifier, learned, texts, images)
     for name, unknown in {"near": near, "far": features.get("far")}.items():
         if unknown is not None:
             if "known refused" in figures:
                 figures[f"{name} found"] = share_refused(classifier, unknown)
                 if name == "near" and (said := found(classifier.novelty_tasks, SHARE)) is not None:
                     figures["near found, said"] = 100 * said
-            theirs = scored(classifier, torch.cat(learned), texts, unknown)
-            figures |= {f"{name}, {kind}": area(scores[kind], theirs[kind]) for kind in theirs}
+            theirs = scored(classifier, learned, texts, unknown)
+            figures |= {f"{name}, {score}": area(scores[score], theirs[score]) for score in theirs}
     return figures
+
+
+def drawn_tasks(
+    features: dict[str, Any], known: torch.Tensor, counts: str, increment: int, generator: torch.Generator
+) -> list[frozen.Task]:
+    """Draw tasks with the known classes, in this order; their numbers are places in `known`."""
+    wanted, _ = frozen.images_of(counts, len(known), generator)
+    numbered, tasks = torch.arange(len(known)), []
+    nothing = features["train"][:0]
+    for group in numbered.split(increment):
+        rows = []
+        for place in group.tolist():
+            members = (features["y"] == known[place]).nonzero()[:, 0]
+            rows.append(members[torch.randperm(len(members), generator=generator)[: wanted[place]]])
+        labels = [label for label, members in enumerate(rows) for _ in members]
+        train = features["train"][torch.cat(rows)]
+        tasks.append(frozen.Task(group.tolist(), train, labels, nothing, [], nothing, []))
+    return tasks
 
 
 def promised(classifier: Classifier, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     """Return coverage and rejection on images of known classes, and the estimated ROC area, if they are available."""
     figures = {} if classifier.roc_area is None else {"near, said": 100 * classifier.roc_area}
-    try:
+    with suppress(ValueError):  # too few left-out images for a guarantee
         sets = classifier.prediction_sets(images, COVERAGE)
         covered = sets.gather(1, labels[:, None]).double().mean().item()
         figures |= {"covered": 100 * covered, "classes in a set": sets.sum(dim=1).double().mean().item()}
+    with suppress(ValueError):
         figures |= {"known refused": share_refused(classifier, images)}
-    except ValueError:  # too few left-out images for a guarantee
-        pass
     return figures
 
 

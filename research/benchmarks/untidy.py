@@ -4,6 +4,7 @@
     names:0.2     a share of the classes exchange their names
     bursts:4      every image comes with four further frames of the same thing, and nobody says so
     groups:4      the same, and each image with its frames is given as a group
+    few:3         three classes, spread over the stream, keep their images, and the others keep one each
     none          as it is
 
 A frame is z + `APART` (u - v), normalised, with u and v two images of a random class: it differs from z as images of a
@@ -34,8 +35,12 @@ def untidy(kind: str, features: dict[str, Any], tasks: list[Task], seed: int) ->
     if what in ("bursts", "groups"):
         frames = [with_frames(task, int(amount), features["train"], features["y"], generator) for task in tasks]
         return features, [replace(task, groups=task.groups if what == "groups" else []) for task in frames]
+    if what == "few":
+        return features, few_classes(tasks, int(amount))
     if kind != "none":
-        raise ValueError(f"--untidy must be none, labels:SHARE, names:SHARE, bursts:N or groups:N, got {kind!r}")
+        raise ValueError(
+            f"--untidy must be none, labels:SHARE, names:SHARE, bursts:N, groups:N or few:N, got {kind!r}"
+        )
     return features, tasks
 
 
@@ -65,6 +70,20 @@ def wrong_names(features: dict[str, Any], share: float, generator: torch.Generat
     chosen = torch.randperm(len(texts), generator=generator)[: round(share * len(texts))]
     texts[chosen] = texts[chosen.roll(1)]
     return features | {"text": texts, "misnamed": chosen.tolist()}
+
+
+def few_classes(tasks: list[Task], number: int) -> list[Task]:
+    """Return the tasks in which all but `number` classes keep one image only. These are spread over the stream."""
+    classes, start, counts, reduced = sum(len(task.classes) for task in tasks), 0, list[int](), []
+    whole = {classes * (2 * place + 1) // (2 * number) for place in range(number)}
+    for task in tasks:
+        kept = [row for row, label in enumerate(task.y) if start + label in whole or label not in task.y[:row]]
+        labels = [task.y[row] for row in kept]
+        counts += [labels.count(label) for label in range(len(task.classes))]
+        reduced.append(replace(task, train=task.train[kept], y=labels))
+        start += len(task.classes)
+    reduced[-1].counts = counts
+    return reduced
 
 
 def with_frames(task: Task, frames: int, pool: Tensor, owners: Tensor, generator: torch.Generator) -> Task:

@@ -33,6 +33,7 @@ from research.benchmarks import (
     stock,
     table,
     transplant,
+    untidy,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -309,26 +310,68 @@ def test_sentences_on_parts_say_with_how_many_seeds_each_is_worse(tmp_path):
     assert "rate, DuLBE has 85.0 and LoRA 75.0." in said
 
 
+def blobs(classes, images, seed=0, spread=0.1):
+    """Return a stream of features without texts, in which all classes have equally many images."""
+    labels = torch.arange(classes * images) % classes
+    noise = spread * randn(len(labels), classes, seed=seed)
+    rows = F.normalize(torch.eye(classes)[labels] + noise, dim=1)
+    names = [f"c{number}" for number in range(classes)]
+    return {"train": rows, "y": labels, "test": rows, "truth": labels, "text": None, "names": names, "scale": 100.0}
+
+
 def test_refused_prediction_sets_are_no_figure(tmp_path):
     """They are refused where three of twenty classes have several images, and a table says so."""
-    images = F.normalize(torch.eye(20).repeat(8, 1) + 0.1 * torch.rand(160, 20), dim=1)
-    labels, names = torch.arange(160) % 20, [f"c{number}" for number in range(20)]
-    features = {"train": images, "y": labels, "test": images, "truth": labels}
-    features |= {"text": None, "names": names, "scale": 100.0}
-    values = argparse.Namespace(untidy=["none"], repeats=2, classifiers=["lda"], quick=False, real=None, increment=10)
-    rows = []
-    for counts in ("only3", "8"):
-        values.data = values.stream = "s"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(frozen, "lines", lambda _, counts=counts: [("s", counts, lambda seed: features)])
-            rows += frozen.measured(values, lambda *given: frozen.figures(*given, coverage=0.9), "{figure}")
-    found = {(row["counts"], row["figure"]): (row["value"], row["each"]) for row in rows}
-    assert found["only3", "covered"] == (None, [None, None]) and found["8", "covered"][0] > 80
+    features, rows = blobs(20, 8), []
+    values = argparse.Namespace(repeats=2, classifiers=["lda"], quick=False, real=None, increment=10)
+    values.untidy = ["few:3", "none"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frozen, "lines", lambda _: [("s", "8", lambda seed: features)])
+        rows += frozen.measured(values, lambda *given: frozen.figures(*given, coverage=0.9), "{figure}")
+    found = {(row["stream"], row["figure"]): (row["value"], row["each"]) for row in rows}
+    assert found["s, few:3", "covered"] == (None, [None, None]) and found["s", "covered"][0] > 80
     (tmp_path / "untidy").mkdir()
     (tmp_path / "untidy/x.json").write_text(json.dumps({"rows": rows}))
     _, refused, held = evidence.untidy(tmp_path, "lda")
-    assert refused[0] == "s, only3" and refused[3] == "refused" and held[0] == "s, 8" and float(held[3]) > 80
+    assert refused[0] == "s, few:3, 8" and refused[3] == "refused" and held[0] == "s, 8" and float(held[3]) > 80
     assert evidence.measured_lines(tmp_path, "lda", "covered", "", "", "untidy").keys() == {("s", "8")}
+
+
+def test_few_classes_keep_their_images_and_the_others_one():
+    tasks = frozen.draw(blobs(10, 8), "5", 2, seed=0)
+    _, reduced = untidy.untidy("few:3", {}, tasks, seed=0)
+    assert reduced[-1].counts == [1, 5, 1, 1, 1, 5, 1, 1, 5, 1] and reduced[0].y == [0, 1, 1, 1, 1, 1]
+    for before, after in zip(tasks, reduced, strict=True):
+        for label in set(after.y):
+            first = [task.train[task.y.index(label)] for task in (before, after)]
+            assert torch.equal(*first)
+    with pytest.raises(ValueError, match="few:N"):
+        untidy.untidy("some:3", {}, tasks, seed=0)
+
+
+def test_estimates_of_untidy_folders_speak_for_their_classes_and_leave_out_groups():
+    others = blobs(6, 30, seed=1, spread=0.6)
+    features = blobs(6, 8, spread=0.6) | {"test": others["test"], "truth": others["truth"]}
+    tasks = frozen.draw(features, "6", 3, seed=0)
+    found = {}
+    for kind in ("none", "few:2", "bursts:4", "groups:4"):
+        found[kind] = MODULES["estimates"].figures("lda", *untidy.untidy(kind, features, tasks, seed=0))
+    assert found["none"]["test, classes of the estimate"] == found["none"]["test"]
+    assert found["few:2"]["test, classes of the estimate"] > found["few:2"]["test"]
+    too_high = {kind: each["estimate"] - each["test"] for kind, each in found.items()}
+    assert too_high["bursts:4"] > too_high["groups:4"] + 0.05
+    alone = MODULES["estimates"].figures("lda", *untidy.untidy("none", features, frozen.draw(features, "1", 3, 0), 0))
+    assert alone.keys() == {"test"}
+
+
+def test_rejection_is_measured_on_untidy_folders():
+    rejection, values = MODULES["rejection"], argparse.Namespace(known=0.5, classifier="bayes", increment=3, real=None)
+    features, few = blobs(12, 30, spread=0.3) | {"far": None}, "few:1"
+    kinds = ("none", "labels:0.1", few)
+    found = {kind: rejection.measured(features, "25", kind, values, seed=0) for kind in kinds}
+    for kind in kinds:
+        assert 50 < found[kind]["near, novelty"] <= 100
+    assert 0 < found["none"]["known refused"] < 30 and found["none"]["covered"] > 80
+    assert "covered" not in found[few]
 
 
 def test_every_benchmark_is_mentioned_in_the_docs():
