@@ -338,20 +338,15 @@ def suggested(results: Path, labels: str = "2") -> str:
     )
 
 
-def parts(results: Path, file: str = "parts") -> str:
-    """Return sentences on what the names lose if a part of DuLBE is left out, from `examples/parts.py`."""
+def parts(results: Path, file: str = "parts") -> list[list[str]]:
+    """Return a table of what the names lose if a part of DuLBE is left out, from `examples/parts.py`."""
     systems = json.loads((results / f"{file}.json").read_text(encoding="utf-8"))["accuracies"]
     whole = systems["DuLBE"]["all"]
-    means = {name: one(fmean(figures["all"])) for name, figures in systems.items()}
-    worse = {name: sum(map(float.__lt__, systems[name]["all"], whole)) for name in systems}
-    left_out = ", ".join(f"{means[name]} {name} ({worse[name]})" for name in systems if name.startswith("without "))
-    return (
-        f"The names of the digits classify {means['nothing trained']} % correctly without training, and "
-        f"{means['DuLBE']} with DuLBE.\nWith a part left out (and with how many of {len(whole)} seeds it is worse): "
-        f"{left_out}.\n"
-        f"LoRA has {means['LoRA']}. With three times the rate, DuLBE has {means['DuLBE, three times the rate']} and "
-        f"LoRA {means['LoRA, three times the rate']}."
-    )
+    rows = [["", "accuracy, %", f"worse than DuLBE, of {len(whole)} seeds"]]
+    for name, figures in systems.items():
+        worse = "" if name == "DuLBE" else str(sum(map(float.__lt__, figures["all"], whole)))
+        rows.append([name, one(fmean(figures["all"])), worse])
+    return rows
 
 
 _SENTENCES = (

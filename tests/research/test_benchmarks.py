@@ -294,20 +294,22 @@ def test_sentences_on_estimates_rejection_and_suggestions(tmp_path):
     assert "by +5.0 (+5.0 to +5.0) on small models" in said and said.endswith("the difference is a, no names +2.5.")
 
 
-def test_sentences_on_parts_say_with_how_many_seeds_each_is_worse(tmp_path):
-    figures = {
-        "nothing trained": [30, 40],
-        "DuLBE": [60, 70],
-        "LoRA": [50, 60],
-        "LoRA, three times the rate": [70, 80],
-    }
-    figures |= {"without the shared mode": [59, 65], "without routing": [59, 71]}
-    figures |= {"DuLBE, three times the rate": [80, 90]}
+def test_table_of_parts_says_with_how_many_seeds_each_is_worse(tmp_path):
+    figures = {"nothing trained": [30, 40], "DuLBE": [60, 70], "without routing": [59, 71]}
     accuracies = {name: {"all": [float(value) for value in values]} for name, values in figures.items()}
     (tmp_path / "parts.json").write_text(json.dumps({"accuracies": accuracies}))
-    said = sentences.parts(tmp_path)
-    assert "65.0 with DuLBE" in said and "62.0 without the shared mode (2), 65.0 without routing (1)" in said
-    assert "rate, DuLBE has 85.0 and LoRA 75.0." in said
+    head, *rows = sentences.parts(tmp_path)
+    assert head[-1] == "worse than DuLBE, of 2 seeds"
+    assert rows == [["nothing trained", "35.0", "2"], ["DuLBE", "65.0", ""], ["without routing", "65.0", "1"]]
+
+
+def test_readme_says_of_the_parts_what_the_stored_seeds_show():
+    rows = {name: (float(accuracy), worse) for name, accuracy, worse in sentences.parts(common.RESULTS)[1:]}
+    best = max(rows, key=lambda name: rows[name][0])
+    every = {name for name, (_, worse) in rows.items() if name.startswith("without") and worse == "5"}
+    assert best == "LoRA, three times the rate"
+    shared = "without the shared mode"
+    assert every == {shared, f"{shared}, at equal rank", "without the residual modes"}
 
 
 def blobs(classes, images, seed=0, spread=0.1):
