@@ -109,6 +109,8 @@ def holds_only_folders(path: Path) -> bool:
 class FileImages(LabelledImages):
     """Labelled images in files; `source` has their paths relative to `root`, `rows` their rows in a table, if any."""
 
+    by_path = True
+
     def __init__(
         self,
         root: Path,
@@ -130,6 +132,9 @@ class FileImages(LabelledImages):
     def item_name(self, index: int) -> str:
         """Return the path of an image."""
         return str(self.root / self.source[self.indices[index]])
+
+    def path_of(self, index: int) -> str:
+        return str(self.source[self.indices[index]])
 
 
 def _column(rows: Sequence[Mapping[str, str]], name: str) -> list[str]:

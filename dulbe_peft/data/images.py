@@ -42,6 +42,7 @@ class LabelledImages:
         columns: Further columns of the source: a function for each name that reads the values, one per position.
         name: Name of the source in error messages; if empty, images are named by the source's `item_name(i)`.
         stored: Whether the images are files, whose headers can be read without decoding them.
+        by_path: Whether images can be files in folders, whose paths `path_of` returns.
     """
 
     name = ""
@@ -51,6 +52,7 @@ class LabelledImages:
     features: Any = None  # a `FeatureTable` if the images were encoded earlier
     groups: np.ndarray | None = None
     columns: Mapping[str, Callable[[], Sequence[Any]]] = {}
+    by_path = False
 
     def __init__(
         self, source: Any, labels: np.ndarray, class_names: Sequence[str] = (), *, stored: bool = False
@@ -201,6 +203,10 @@ class LabelledImages:
             return f"{self.name}[{position}]"
         named = getattr(self.source, "item_name", None)
         return f"item {position}" if named is None else str(named(position))
+
+    def path_of(self, index: int) -> str:
+        """Return the path of an image inside its data set if it is a file, and otherwise its name."""
+        return self.item_name(index)
 
     def at(
         self,

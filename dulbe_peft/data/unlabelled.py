@@ -32,10 +32,17 @@ def unlabelled_images(images: object) -> LabelledImages:
 
 
 class _Unlabelled(LabelledImages):
-    """Unlabelled images. `source` has pairs of a path, file or image and None, or of a data set and a position."""
+    """Unlabelled images. `source` has triples: a path, file or image and None, or a data set and a position; and the
+    path inside the given folder, or "".
+    """
+
+    by_path = True
+
+    def path_of(self, index: int) -> str:
+        return str(self.source[int(self.indices[index])][2]) or self.item_name(index)
 
     def _item(self, position: int) -> tuple[Any, int]:
-        source, place = self.source[position]
+        source, place, _ = self.source[position]
         if isinstance(source, Path) and os.path.isdir(source):
             folder_content(source)  # raises if the folder cannot be read
             raise ValueError(f"the folder contains no image ({', '.join(image_suffixes())})")
@@ -52,7 +59,7 @@ class _Unlabelled(LabelledImages):
     def item_name(self, index: int) -> str:
         """Return the path of a file, the name that a file or data set gives, or the image's number."""
         position = int(self.indices[index])
-        source, place = self.source[position]
+        source, place, _ = self.source[position]
         if isinstance(source, Path):
             return str(source)
         if place is not None and hasattr(source, "item_name"):
@@ -60,7 +67,7 @@ class _Unlabelled(LabelledImages):
         return str(getattr(source, "filename", "") or getattr(source, "name", "") or f"item {position}")
 
 
-def _entries_of(entry: object, left_out: list[tuple[str, str]]) -> list[tuple[object, int | None]]:
+def _entries_of(entry: object, left_out: list[tuple[str, str]]) -> list[tuple[object, int | None, str]]:
     """Return the entries of `source` for one of the given images; add what a folder skips to `left_out`."""
     if isinstance(entry, str) and not entry:  # pathlib would read "" as the current folder
         raise ValueError("the path of an image is '', expected a file or a folder")
@@ -72,13 +79,13 @@ def _entries_of(entry: object, left_out: list[tuple[str, str]]) -> list[tuple[ob
             with suppress(OSError):  # an unreadable folder becomes one entry, which raises when it is read
                 names, skipped = folder_content(path)
                 left_out += skipped
-        return [(path / name, None) for name in names] or [(path, None)]
+        return [(path / name, None, name) for name in names] or [(path, None, "")]
     if isinstance(entry, torch.Tensor):
-        return [(image, None) for image in entry] if entry.ndim == 4 else [(entry, None)]
+        return [(image, None, "") for image in entry] if entry.ndim == 4 else [(entry, None, "")]
     if isinstance(entry, (Image.Image, Mapping, np.ndarray)) or _is_pair(entry) or not hasattr(entry, "__len__"):
-        return [(entry, None)]
+        return [(entry, None, "")]
     rows = undecoded(entry)
-    return [(entry if rows is None else rows, position) for position in range(len(entry))]
+    return [(entry if rows is None else rows, position, "") for position in range(len(entry))]
 
 
 def _is_pair(item: object) -> bool:

@@ -4,16 +4,18 @@ A classifier that expects to be wrong more often than right often hesitates betw
 uncertain images are odd rather than informative, so the second half is then drawn at random.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.base import Classifier, Groups
+from dulbe_peft.classifiers.calibration import places_among
+from dulbe_peft.classifiers.groups import check_groups
 from dulbe_peft.classifiers.novelty import sums_of
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.unlabelled import unlabelled_images
@@ -40,22 +42,58 @@ class Suggestion:
     novelty: float | None = None
 
 
-def new_photographs(learner: Any, photos: Sequence[str]) -> tuple[LabelledImages, Tensor, list[str]]:
-    """Return the readable photographs that were not learned, their features, and lines on those left out."""
-    images = unlabelled_images(photos)
-    rows, repeated = learner.state.known.new_rows(images)
+class Fresh(NamedTuple):
+    """Photographs that were not learned, their features, (n, d), lines on those left out, and groups with a label."""
+
+    images: LabelledImages
+    features: Tensor
+    lines: list[str]
+    labelled: frozenset[int]
+
+
+def new_photographs(
+    learner: Any, photos: Sequence[str], group: str | None = None, group_seconds: float | None = None
+) -> Fresh:
+    """Return the readable photographs that were not learned; see `splits.grouped` for `group` and `group_seconds`.
+
+    A group has a label if a learned photograph, in `photos` or elsewhere, belongs to it.
+    """
+    from dulbe_peft.photos.data.looking import times_taken
+    from dulbe_peft.photos.data.splits import grouped
+
+    images, known = unlabelled_images(photos), learner.state.known
+    times = {} if group_seconds is None else {"": times_taken(images)}
+    parts, notes = grouped({"": images}, group, group_seconds, times)
+    images, labelled = parts[""], frozenset(known.groups.values())
+    rows, repeated = known.new_rows(images)
+    if images.groups is None and known.groups:
+        notes = ["learned photographs have groups: give --group as for them, so that each item is suggested once"]
+    elif images.groups is not None:
+        learned = known.class_of()
+        labelled |= {
+            number
+            for number, content in zip(images.groups.tolist(), images.contents(), strict=True)
+            if content in learned
+        }
     lines = [f"left out: {counted(len(which), 'photograph')} {reason}" for reason, which in repeated.items()]
     features, problems = learner.readable_embeds(images.at(rows))
     unreadable = [(Found("", row, images.item_name(rows[row]), ""), why) for row, why in problems.items()]
-    lines += Inventory({}, unreadable, [*images.left_out]).problems()
+    lines += [*Inventory({}, unreadable, [*images.left_out]).problems(), *notes]
     readable = [row for row in range(len(rows)) if row not in problems]
     if not readable:
         raise ValueError("\n".join(["no readable photograph is left that was not learned", *lines]))
-    return images.at([rows[row] for row in readable]), features[readable], lines
+    return Fresh(images.at([rows[row] for row in readable]), features[readable], lines, labelled)
 
 
 @torch.no_grad()
-def suggestions(features: Tensor, count: int, classifier: Classifier | None = None, seed: int = 0) -> list[Suggestion]:
+def suggestions(
+    features: Tensor,
+    count: int,
+    classifier: Classifier | None = None,
+    seed: int = 0,
+    groups: Groups | None = None,
+    labelled: Collection[int | str] = (),
+) -> list[Suggestion]:
     """Return at most `count` images to label, the most useful first, without copies.
 
     Without a classifier, or with one that has learned nothing, these are the central images of `count` clusters, the
@@ -68,12 +106,48 @@ def suggestions(features: Tensor, count: int, classifier: Classifier | None = No
         count: Largest number of suggestions.
         classifier: The learner's classifier.
         seed: Seed of the clustering and of random images.
+        groups: (n,), texts or integers; images with the same entry show the same item. Its central image stands for
+            an item, and further ones are suggested only when no item is left.
+        labelled: Groups that have a label; they come after the others.
 
     Reference:
         Typical images: Hacohen et al., "Active Learning on a Budget: Opposite Strategies Suit High and Low Budgets",
         2022. Margin: Scheffer et al., "Active Hidden Markov Models for Information Extraction", 2001.
     """
     count = min(check_int("count", count, 1), len(features))
+    if groups is None or not count:
+        return _suggested(features, count, classifier, seed)
+
+    def candidates() -> Iterator[Suggestion]:
+        clusters = 0
+        for rows in _in_turns(features, groups, labelled):
+            found = _suggested(features[rows], min(count, len(rows)), classifier, seed) if len(rows) else []
+            for s in found:
+                yield replace(s, row=int(rows[s.row]), group=s.group and s.group + clusters)
+            clusters += max((s.group or 0 for s in found), default=0)
+            others = set(range(len(rows))) - {s.row for s in found}  # clustering may give fewer than asked for
+            yield from (Suggestion(int(rows[row]), "a further one") for row in sorted(others))
+
+    return _without_copies(features, candidates(), count)
+
+
+def _in_turns(features: Tensor, groups: Groups, labelled: Collection[int | str]) -> list[Tensor]:
+    """Return the rows of the central image of each group, of those of `labelled` groups, and of all other images."""
+    numbers = check_groups(groups, len(features))
+    numbers = (torch.arange(len(features)) if numbers is None else numbers).to(features.device)
+    sums = torch.zeros_like(features)  # at most as many groups as images
+    nearness = (features * sums.index_add(0, numbers, features)[numbers]).sum(dim=1)
+    order = nearness.argsort(descending=True, stable=True)
+    central = torch.zeros(len(features), dtype=torch.bool, device=features.device)
+    central[order] = places_among(numbers[order]) == 0
+    entries: list[object] = np.asarray(groups.cpu() if isinstance(groups, Tensor) else groups, dtype=object).tolist()
+    known = set(labelled)
+    have = torch.tensor([entry in known for entry in entries], dtype=torch.bool, device=central.device)
+    return [mask.nonzero()[:, 0].cpu() for mask in (central & ~have, central & have, ~central)]
+
+
+def _suggested(features: Tensor, count: int, classifier: Classifier | None, seed: int) -> list[Suggestion]:
+    """Return the suggestions if each image shows an item of its own."""
     every = np.arange(len(features))
     if classifier is None or not classifier.class_names:
         return _without_copies(features, _typical(features, every, count, seed=seed), count)

@@ -2,13 +2,15 @@
 
 Each selection method starts without labels. In each round it selects as many images as there are classes, and they are
 labelled. A class is known after one of its images was labelled, but the test images of all classes count. After each
-round, a new classifier learns all labelled images.
+round, a new classifier learns all labelled images. With `--untidy groups:4`, `suggest` and the classifier know which
+images show the same thing, and with `bursts:4` they do not.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.photos.suggesting import suggestions
 from research.benchmarks import common, frozen
+from research.benchmarks.untidy import untidy
 
-Way = Callable[[torch.Tensor, int, Classifier | None, int], list[int]]
+Way = Callable[..., list[int]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,15 +30,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--most", type=int, default=8, help="labels per class, at most")
     options.add_argument("--classifier", default="bayes")
     options.add_argument("--prompt-template", default="a photo of the digit {}.")
+    frozen.untidy_option(options)
     frozen.real_options(options)
     values = common.parse(options, argv)
     values.counts, rows = ["1"], []
     most = 1 if values.quick else values.most
-    for stream, _, drawn in frozen.lines(values):
-        draws = [part(drawn(seed), values.only) for seed in range(values.repeats)]
+    for (stream, _, drawn), kind in product(frozen.lines(values), values.untidy):
+        draws = [after(kind, part(drawn(seed), values.only), seed) for seed in range(values.repeats)]
         for name, way in WAYS.items():
             curves = [curve(made, way, values.classifier, most, seed) for seed, made in enumerate(draws)]
-            rows += figures(stream, name, curves)
+            rows += figures(stream if kind == "none" else f"{stream}, {kind}", name, curves)
     common.write("suggest", values, argv, rows)
 
 
@@ -66,16 +70,28 @@ def part(features: dict[str, Any], begins: str) -> dict[str, Any]:
     return selected
 
 
+def after(kind: str, features: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Return the features after what `kind` of `research.benchmarks.untidy` says happened to the training images."""
+    nothing = features["train"][:0]
+    task = frozen.Task(
+        list(range(len(features["names"]))), features["train"], features["y"].tolist(), nothing, [], nothing, []
+    )
+    features, (task,) = untidy(kind, features, [task], seed)
+    return features | {"train": task.train, "y": torch.tensor(task.y), "groups": task.groups}
+
+
 def curve(features: dict[str, Any], way: Way, spec: str, most: int, seed: int) -> list[float]:
     """Return the test accuracy with 1, 2, ... labels per class."""
     generator = torch.Generator().manual_seed(seed)
     # In random order, so that no method can profit from the order of the files.
     left = torch.randperm(len(features["train"]), generator=generator)
     labelled, classifier, accuracies, texts = left[:0], None, [], features["text"]
+    groups = torch.tensor(features["groups"]) if features["groups"] else None
     for _ in range(most):
         if len(left) < len(features["names"]):
             break
-        chosen = way(features["train"][left], len(features["names"]), classifier, seed)
+        known = {} if groups is None else {"groups": groups[left], "labelled": set(groups[labelled].tolist())}
+        chosen = way(features["train"][left], len(features["names"]), classifier, seed, **known)
         labelled = torch.cat([labelled, left[chosen]])
         kept = torch.ones(len(left), dtype=torch.bool)
         kept[chosen] = False
@@ -83,17 +99,20 @@ def curve(features: dict[str, Any], way: Way, spec: str, most: int, seed: int) -
         labels, rows = features["y"][labelled].unique(return_inverse=True)
         classifier = make_classifier(spec, features["train"].shape[1], features["scale"])
         names = [features["names"][label] for label in labels.tolist()]
-        classifier.add_classes(names, features["train"][labelled], rows, None if texts is None else texts[labels])
+        own, together = None if texts is None else texts[labels], None if groups is None else groups[labelled]
+        classifier.add_classes(names, features["train"][labelled], rows, own, groups=together)
         answers = labels[classifier(features["test"]).argmax(dim=1)]
         accuracies.append((answers == features["truth"]).double().mean().item())
     return accuracies
 
 
-def by_chance(features: torch.Tensor, count: int, classifier: Classifier | None, seed: int) -> list[int]:
+def by_chance(features: torch.Tensor, count: int, classifier: Classifier | None, seed: int, **known: Any) -> list[int]:
     return list(range(min(count, len(features))))
 
 
-def least_sure(features: torch.Tensor, count: int, classifier: Classifier | None, seed: int) -> list[int]:
+def least_sure(
+    features: torch.Tensor, count: int, classifier: Classifier | None, seed: int, **known: Any
+) -> list[int]:
     """Select the images with the largest entropy."""
     if classifier is None:
         return by_chance(features, count, classifier, seed)
@@ -101,12 +120,12 @@ def least_sure(features: torch.Tensor, count: int, classifier: Classifier | None
     return (shares * shares.log()).sum(dim=1).argsort()[:count].tolist()
 
 
-def clusters(features: torch.Tensor, count: int, classifier: Classifier | None, seed: int) -> list[int]:
-    return [suggestion.row for suggestion in suggestions(features, count, seed=seed)]
+def clusters(features: torch.Tensor, count: int, classifier: Classifier | None, seed: int, **known: Any) -> list[int]:
+    return [suggestion.row for suggestion in suggestions(features, count, seed=seed, **known)]
 
 
-def suggested(features: torch.Tensor, count: int, classifier: Classifier | None, seed: int) -> list[int]:
-    return [suggestion.row for suggestion in suggestions(features, count, classifier, seed)]
+def suggested(features: torch.Tensor, count: int, classifier: Classifier | None, seed: int, **known: Any) -> list[int]:
+    return [suggestion.row for suggestion in suggestions(features, count, classifier, seed, **known)]
 
 
 WAYS: dict[str, Way] = {

@@ -110,3 +110,28 @@ def test_classifier_of_a_single_class_gives_suggestions():
         assert len(suggested) == 6 and all(np.isfinite(s.novelty) for s in suggested)
         drawn = [s for s in suggested if s.group is None]
         assert drawn and all(s.reason == "at random: class 0 100%" for s in drawn), "the probability says nothing"
+
+
+def test_each_item_is_suggested_once_before_any_is_again():
+    """Ten items with one to seven frames: without groups, those with many frames are suggested several times."""
+    sizes = torch.arange(10) % 7 + 1
+    items, noise = groups(*[1] * 10, spread=0.4)[0], 0.02 * torch.randn(int(sizes.sum()), DIM)
+    of = torch.repeat_interleave(torch.arange(10), sizes)
+    frames = F.normalize(items[of] + noise, dim=1)
+    features, labels = groups(10, 10)
+    for classifier in (None, in_tasks("lda", features, labels)):
+        first = suggestions(frames, 20, classifier, groups=of)
+        names = suggestions(frames, 20, classifier, groups=[f"item {number}" for number in of.tolist()])
+        assert first == names and len({s.row for s in first}) == 20
+        assert sorted(of[[s.row for s in first[:10]]].tolist()) == list(range(10))
+        for s in first[:10]:  # its central frame stands for an item
+            mine = frames[of == of[s.row]]
+            assert frames[s.row] @ mine.sum(dim=0) == pytest.approx(float((mine @ mine.sum(dim=0)).max()), abs=1e-5)
+        later = suggestions(frames, 10, classifier, groups=of, labelled={3, 5})
+        assert set(of[[s.row for s in later[-2:]]].tolist()) == {3, 5}
+        own = list(range(len(frames)))
+        assert suggestions(frames, 5, classifier, groups=own) == suggestions(frames, 5, classifier)
+    assert len(set(of[[s.row for s in suggestions(frames, 10)]].tolist())) < 10
+    assert suggestions(frames[:0], 5, groups=[]) == []
+    with pytest.raises(ValueError, match="one per image"):
+        suggestions(frames, 5, groups=[1, 2])

@@ -157,5 +157,10 @@ def message_stream(*outputs: str | None) -> IO[str]:
 
 def print_next_command(*words: object, to: IO[str] | None = None, **flags: object) -> None:
     """Print the command that the user will probably want to run next, with the flags that are not None."""
-    given = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items() if value is not None]
-    print(f"next: dulbe-peft {shlex.join(map(str, chain(words, *given)))}", file=to or sys.stdout)
+    print(f"next: dulbe-peft {shlex.join([*map(str, words), *given_flags(**flags)])}", file=to or sys.stdout)
+
+
+def given_flags(**flags: object) -> list[str]:
+    """Return the words of the flags that are not None."""
+    given = ((f"--{name.replace('_', '-')}", str(value)) for name, value in flags.items() if value is not None)
+    return [*chain.from_iterable(given)]

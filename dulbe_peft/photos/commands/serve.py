@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
@@ -37,12 +37,14 @@ from dulbe_peft.photos.commands.options import (
     answers_of,
     command,
     learner_options,
+    settings_of,
 )
 from dulbe_peft.photos.commands.paths import FOLDER, check_images, claim, print_next_command
+from dulbe_peft.photos.data.source import GROUPING, DataSource
 from dulbe_peft.utils.settings import setting
 
 
-@command()
+@command(settings=settings_of(DataSource, GROUPING))
 @learner_options()
 def serve(
     learner: str,
@@ -55,8 +57,11 @@ def serve(
     only: File | None = ONLY,
     sum_up: File | None = SUM_UP,
     overwrite: bool = OVERWRITE,
+    **groups: Any,
 ) -> None:
     name = f"[{host}]" if ":" in host else host
+    if photos is None and any(groups.values()):
+        raise ValueError("--group and --group-seconds are for --photos: give the folder, too")
     if photos is not None:
         if not os.path.isdir(photos):
             raise FileNotFoundError(f"--photos {photos} is not a folder")
@@ -73,7 +78,7 @@ def serve(
         from dulbe_peft.photos.serving import make_server
 
         answers = answers_of(only, sum_up, loaded.class_names)
-        server = held.enter_context(make_server(loaded, host, port, names, output, photos, **answers))
+        server = held.enter_context(make_server(loaded, host, port, names, output, photos, **groups, **answers))
         left_out = [] if server.app.labelling is None else server.app.labelling.left_out
         for line in [*left_out, *server.app.notes]:
             print(line)

@@ -1,12 +1,16 @@
 """examples:
   dulbe-peft suggest --model openai/clip-vit-base-patch16 heap --count 50 --page label.html
   dulbe-peft suggest june heap --csv label.csv
+  dulbe-peft suggest june heap --csv label.csv --group folder
 
 The most useful photographs come first. Half of them are typical of groups of similar photographs that
 the learner does not know yet. The other half are those of which it is least sure; if it expects to be
 wrong more often than right, they are drawn at random instead. If many photographs are unlike anything
 learned, only these are grouped. Learned photographs and copies are left out. Without LEARNER, every
 suggestion is typical of a group.
+
+With --group or --group-seconds, as for run, one photograph stands for each item; items with a label
+come after the others, and further photographs of an item last.
 """
 
 from __future__ import annotations
@@ -17,8 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.photos.commands.options import OVERWRITE, File, Load, Page, command, learner_options
-from dulbe_peft.photos.commands.paths import check_images, claim, message_stream, print_next_command
+from dulbe_peft.photos.commands.options import OVERWRITE, File, Load, Page, command, learner_options, settings_of
+from dulbe_peft.photos.commands.paths import check_images, claim, given_flags, message_stream, print_next_command
+from dulbe_peft.photos.data.source import GROUPING, DataSource
 from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted, printable
 
@@ -30,7 +35,7 @@ HEADER = ["path", "reason", "predicted", "novelty"]
 MOST_SIMILAR = 5  # how many similar photographs the page shows beside a suggestion
 
 
-@command()
+@command(settings=settings_of(DataSource, GROUPING))
 @learner_options(optional=True, choose=True)
 def suggest(
     learner: str | None,
@@ -40,6 +45,7 @@ def suggest(
     csv: File | None = setting(None, "write path, reason, class, novelty; - is standard output"),
     page: Page | None = setting(None, "also write a page with pictures"),
     overwrite: bool = OVERWRITE,
+    **groups: Any,
 ) -> None:
     if learner is not None and not _is_learner(learner):
         photos, learner = (learner, *photos), None
@@ -56,8 +62,9 @@ def suggest(
     loaded = load(learner=learner)
     from dulbe_peft.photos.suggesting import new_photographs, suggestions
 
-    (images, features, notes), stream = new_photographs(loaded, list(photos)), message_stream(csv, page)
-    suggested = suggestions(features, count, loaded.classifier if loaded.tasks else None)
+    fresh, stream = new_photographs(loaded, list(photos), **groups), message_stream(csv, page)
+    images, features, notes, labelled = fresh
+    suggested = suggestions(features, count, loaded.classifier if loaded.tasks else None, 0, images.groups, labelled)
     names = [images.item_name(suggestion.row) for suggestion in suggested]
     if table is not None and Path(table).resolve().parent != Path.cwd():  # its paths are relative to its own folder
         names = [os.path.abspath(name) for name in names]
@@ -72,7 +79,8 @@ def suggest(
     if csv is not None:
         write_csv(csv, HEADER, lines)
     if page is not None:
-        serve = shlex.join(["dulbe-peft", "serve", learner or "", "--photos", photos[0], "--output", new])
+        words = ["dulbe-peft", "serve", learner or "", "--photos", photos[0], "--output", new]
+        serve = shlex.join([*words, *given_flags(**groups)])
         _write_page(Path(page), images, features, suggested, serve if learner and Path(photos[0]).is_dir() else "")
     if csv is None and page is None:
         print("\n".join(f"{printable(name)}\t{printable(reason)}" for name, reason, *_ in lines))
@@ -83,7 +91,7 @@ def suggest(
         advice = f"correct the column predicted of {table}, and rename it to label; then"
     print(advice, file=stream)
     first = ("learn", learner) if learner else ("run", "--model", loaded.state.base_name[0])
-    print_next_command(*first, labels=table or "LABELS.csv", output=new, to=stream)
+    print_next_command(*first, labels=table or "LABELS.csv", output=new, to=stream, **groups)
 
 
 def _is_learner(path: str) -> bool:

@@ -168,7 +168,7 @@ def times_taken(images: LabelledImages) -> list[float | None]:
             return None
 
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(taken, range(len(images)))) if images.stored else [None] * len(images)
+        return list(pool.map(taken, range(len(images)))) if images.stored or images.by_path else [None] * len(images)
 
 
 def blank_lines(parts: Mapping[str, LabelledImages], pictures: Pictures, least: int = 1) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from dulbe_peft.data.columns import NO_VALUE
-from dulbe_peft.data.folders import FileImages, ImageFolder
+from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.utils.settings import check_int
 from dulbe_peft.utils.terminal import counted, printable
@@ -147,7 +147,7 @@ def _why_alone(group: str | None, seconds: float | None) -> str:
     if seconds is not None:
         return "the photographs do not say when they were taken" + ("" if group is None else f", or have no {group!r}")
     if group == FOLDER:
-        return "the files are directly in the folders of the classes"
+        return "the files are directly in the folders of the classes, or in the given folder"
     return f"the value is missing, or no path matches {group!r}"
 
 
@@ -159,8 +159,8 @@ def _keys(images: LabelledImages, group: str | None) -> list[str | None]:
         values = images.columns[group]()
         texts = [str(values[position]).strip() for position in images.indices.tolist()]
         return [None if text.lower() in NO_VALUE else text for text in texts]
-    paths = [_path(images, index) for index in range(len(images))]
-    if group == FOLDER and isinstance(images, FileImages):
+    paths = [images.path_of(index) for index in range(len(images))]
+    if group == FOLDER and images.by_path:
         return [_folder(path, isinstance(images, ImageFolder)) for path in paths]
     try:
         pattern = re.compile(group)
@@ -174,13 +174,6 @@ def _keys(images: LabelledImages, group: str | None) -> list[str | None]:
         )
     matches = [pattern.search(path) for path in paths]
     return [match[1] or None if match else None for match in matches]
-
-
-def _path(images: LabelledImages, index: int) -> str:
-    """Return the path of an image, relative to its data set if it is a file."""
-    if isinstance(images, FileImages):
-        return str(images.source[images.indices[index]])
-    return images.item_name(index)
 
 
 def _folder(path: str, of_classes: bool) -> str | None:
@@ -232,7 +225,7 @@ def _notes(parts: Mapping[str, LabelledImages], keys: Mapping[str, Sequence[str 
     texts = np.array([key if key is not None else f"\0{index}" for index, key in enumerate(keys[split])])
     single = [
         train.class_names[label]
-        for label in np.unique(train.labels)
+        for label in np.unique(train.labels[train.labels >= 0])
         if (train.labels == label).sum() > 1 and len(set(texts[train.labels == label])) == 1
     ]
     if single:

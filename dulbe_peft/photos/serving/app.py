@@ -57,12 +57,15 @@ class App:
         learner: ClassIncrementalLearner,
         output: str | Path | None = None,
         photographs: str | Path | None = None,
+        group: str | None = None,
+        group_seconds: float | None = None,
         **answers: Any,
     ) -> None:
         self.learner, self.output, self.answers = learner, output, answers  # `only` and `sum_up` of a query
         self.seen = self._manifest()  # what the output folder holds, as far as this server knows
         self.table = LabelTable(None if output is None else Path(output, LABELS_FILE))
-        self.labelling = None if photographs is None else Labelling(learner, photographs, self.table)
+        groups = group, group_seconds
+        self.labelling = None if photographs is None else Labelling(learner, photographs, self.table, *groups)
         self.saved_state = learner.state
         self.lost: list[int] = []  # labelled photographs that could not be learned, because their files are gone
         labels = {} if self.labelling is None else self.labelling.labels

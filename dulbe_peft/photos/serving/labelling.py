@@ -27,9 +27,17 @@ class Labelling:
     waits to be learned, and one of no class is not shown.
     """
 
-    def __init__(self, learner: ClassIncrementalLearner, folder: str | Path, table: LabelTable) -> None:
+    def __init__(
+        self,
+        learner: ClassIncrementalLearner,
+        folder: str | Path,
+        table: LabelTable,
+        group: str | None = None,
+        group_seconds: float | None = None,
+    ) -> None:
         self.learner, self.table = learner, table
-        self.images, self.features, self.left_out = new_photographs(learner, [str(folder)])
+        fresh = new_photographs(learner, [str(folder)], group, group_seconds)
+        self.images, self.features, self.left_out, self.labelled = fresh
         self.content = [content or b"" for content in self.images.contents()]
         places = {key: place for place, key in enumerate(self.content)}
         given = {places[key]: label for key, label in table.labels.items() if key in places}  # in the table's order
@@ -46,7 +54,12 @@ class Labelling:
     def sort(self) -> None:
         """Put the most useful photographs first, and skipped photographs last."""
         places = [place for place in self.left if place not in self.skipped]
-        ranked = suggestions(self.features[places], NEXT, self.learner.classifier) if places else []
+        groups, labelled = None, set(self.labelled)
+        if self.images.groups is not None:
+            groups = self.images.groups[places]
+            labelled |= set(self.images.groups[[*self.labels, *self.none]].tolist())
+        rows, classifier = self.features[places], self.learner.classifier
+        ranked = suggestions(rows, NEXT, classifier, groups=groups, labelled=labelled) if places else []
         self.reasons = {places[suggestion.row]: suggestion.reason for suggestion in ranked}
         skipped = [place for place in self.skipped if place in self.left]
         self.left = list(dict.fromkeys([*self.reasons, *places, *skipped]))

@@ -164,6 +164,8 @@ def make_server(
     names: Iterable[str] = (),
     output: str | Path | None = None,
     photographs: str | Path | None = None,
+    group: str | None = None,
+    group_seconds: float | None = None,
     **answers: Any,
 ) -> PageServer:
     """Return a server of the page, which `serve_forever()` starts.
@@ -176,6 +178,8 @@ def make_server(
             these and `host` are refused; with "0.0.0.0", any IP address and the machine's name are accepted.
         output: A folder in which the learner is saved after each change, or None.
         photographs: A folder of photographs for the page to ask about, the most useful first, or None.
+        group: How the photographs form groups, see `splits.grouped`; one of each group is shown before further ones.
+        group_seconds: As for `group`.
         answers: `only` and `sum_up`, as for `ClassIncrementalLearner.predict`. They apply to the answers for dropped
             photographs, and not to the proposals for labels.
 
@@ -183,4 +187,4 @@ def make_server(
         ValueError: If `host` is empty, or no photograph is left to label.
         OSError: If the address cannot be used.
     """
-    return PageServer(App(learner, output, photographs, **answers), host, port, names)
+    return PageServer(App(learner, output, photographs, group, group_seconds, **answers), host, port, names)

@@ -528,3 +528,18 @@ def test_command_prints_its_address_and_warns_of_unsaved_changes(folder, heap, m
         ):
             assert main(["serve", str(folder), *flags]) == 2
             assert words in capsys.readouterr().err
+
+
+def test_labelling_shows_each_item_once_and_learns_the_groups(learner, heap):
+    """The photographs of a colour are one item here. Labels that were just given count, too."""
+    app = App(learner, photographs=heap, group="([a-z]+)-")
+    work = app.labelling
+    numbers = work.images.groups
+    assert len(set(numbers[work.left[: len(set(numbers))]].tolist())) == len(set(numbers))
+    place = work.left[0]
+    work.add_label(place, "zero")
+    work.sort()
+    rest = [number for number in numbers[work.left].tolist() if number != numbers[place]]
+    assert numbers[work.left[0]] != numbers[place] or not rest
+    work.learn([place])
+    assert learner.state.known.groups[work.content[place]] == numbers[place]

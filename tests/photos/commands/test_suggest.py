@@ -7,6 +7,7 @@ from math import isfinite
 from pathlib import Path
 
 import pytest
+from PIL import ExifTags, Image
 from small_runs import call
 
 from dulbe_peft.data.digits import DIGITS
@@ -114,3 +115,62 @@ def test_negative_novelty_is_a_number_in_the_table(heap, tmp_path, monkeypatch):
     monkeypatch.setattr(suggesting, "suggestions", lambda *given: [replace(original(*given)[0], novelty=-0.7056421)])
     assert call("suggest", "--model", demo_model_folder(), heap, "--csv", table) == 0
     assert read_csv(table)[1][3] == "-0.705642"
+
+
+@pytest.fixture
+def frames(heap, tmp_path):
+    """Make five folders of one photograph of the heap each, with three brighter frames, ten minutes apart."""
+    for number, name in enumerate(DIGITS[:5]):
+        (tmp_path / "bursts" / f"item{number}").mkdir(parents=True)
+        grey = Image.open(heap / f"{name}-4.png").convert("L")
+        for frame in range(4):
+            exif = Image.Exif()
+            exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.DateTimeOriginal] = f"2024:06:01 12:{number}0:0{frame}"
+            image = grey.point([min(255, value + 8 * frame) for value in range(256)])
+            image.save(tmp_path / "bursts" / f"item{number}" / f"{frame}.jpg", exif=exif)
+    return tmp_path / "bursts"
+
+
+@pytest.mark.parametrize("flags", [["--group", "folder"], ["--group", "(item[0-9])"], ["--group-seconds", 60]])
+def test_items_are_suggested_once_and_those_with_a_label_last(frames, tmp_path, capsys, flags):
+    table, model = tmp_path / "label.csv", ["--model", demo_model_folder()]
+
+    def items(*words):
+        assert call("suggest", *words, frames, "--csv", table, "--overwrite", *flags) == 0
+        return [Path(path).parent.name for path, *_ in read_csv(table)[1:]]
+
+    first = items(*model, "--count", 10)
+    printed = capsys.readouterr().out
+    assert sorted(first[:5]) == [f"item{number}" for number in range(5)] and len(first) == 10
+    assert "5 groups of images" in printed and f"--output labelled {flags[0]}" in printed
+    rows = [[str(frames / f"item{number}" / "1.jpg"), DIGITS[number]] for number in (0, 3)]
+    write_csv(tmp_path / "given.csv", ["path", "label"], rows)
+    words = ["run", "--labels", tmp_path / "given.csv", *model, "--classifiers", "lda", "--output", tmp_path / "out"]
+    assert call(*words) == 0
+    learned = items(tmp_path / "out", "--count", 5)
+    assert sorted(learned[:3]) == ["item1", "item2", "item4"] and set(learned[3:]) == {"item0", "item3"}
+
+
+def test_wrong_groups_of_photographs_are_refused(frames, heap, tmp_path, capsys):
+    for flags, why in (
+        (["--group", "item"], "it has no columns"),
+        (["--group", "(nothing)"], "no path matches"),
+        (["--group", "([^/]+)/"], "no image has a group"),
+        (["--group", "folder"], "directly in"),
+        (["--group-seconds", 60], "do not say when they were taken"),
+    ):
+        assert call("suggest", "--model", demo_model_folder(), heap, *flags) == 2
+        assert why in capsys.readouterr().err
+
+
+def test_suggest_asks_for_the_groups_of_the_learner(frames, tmp_path, capsys):
+    for number in range(5):
+        for frame in range(2):
+            target = tmp_path / "classes" / DIGITS[number % 2] / f"item{number}"
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copy(frames / f"item{number}" / f"{frame}.jpg", target)
+    words = ["--model", demo_model_folder(), "--group", "(item[0-9])", "--output", tmp_path / "out"]
+    assert call("run", "--data", tmp_path / "classes", *words) == 0
+    capsys.readouterr()
+    assert call("suggest", tmp_path / "out", frames, "--count", 3) == 0
+    assert "learned photographs have groups: give --group" in capsys.readouterr().out
