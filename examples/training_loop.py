@@ -1,7 +1,8 @@
-"""Train a CLIP on one task after another in a loop of your own; `--resume` learns the next task in a new process.
+"""Train a CLIP on one task after another in a loop of your own.
 
-The five steps are those of `docs/method.md`. The data are the package's handwritten digits and the model is its tiny
-CLIP. Yours are any data sets of {"image", "label"} items and "openai/clip-vit-base-patch16".
+`--resume` learns the next task in a new process. The five steps are those of `docs/method.md`. The data
+are the package's handwritten digits, and the model is its tiny CLIP. Yours are any data sets of
+{"image", "label"} items and "openai/clip-vit-base-patch16".
 """
 
 import sys
@@ -120,7 +121,8 @@ if __name__ == "__main__":
         tasks = [august]
     else:
         model = get_peft_model(clip, DualModeLoraConfig(residual_rank=4, support_rank=16))
-        statistics, head = OccupationStatistics(), PooledBridgeHead(clip.config.projection_dim, logit_scale=tau)
+        statistics = OccupationStatistics()
+        head = PooledBridgeHead(clip.config.projection_dim, logit_scale=tau)
         tasks = [june, july]
     for task in tasks:
         learn(task.train, task.class_names)

@@ -185,9 +185,9 @@ def gaps(results: Path, classifiers: str) -> list[list[str]]:
             best = max((name for name in means if name not in (DEFAULT, KNOWN)), key=lambda name: means[name])
             cells = [f"{means[name]:.1f}" for name in (DEFAULT, *columns)]
             known = f"{means[KNOWN]:.1f}" if KNOWN in means else UNKNOWN
-            lines.append([f"{gap}: {named(how)}", *cells, f"{best}: {means[best]:.1f}", known, *angles])
-    head = ["an image's cosine with its class mean, with others", "with its name, with others"]
-    return [["", *whole_head(columns), *head], *lines]
+            lines.append([f"{gap}: {named(how)}", *cells, f"{best}: {means[best]:.1f}", known, "; ".join(angles)])
+    cosine = "an image's cosine with its class mean, with others; with its name, with others"
+    return [["", *whole_head(columns), cosine], *lines]
 
 
 def pays(results: Path, files: str, method: str, classifier: str) -> str:

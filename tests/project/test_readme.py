@@ -255,6 +255,8 @@ def test_messages_in_troubleshooting_exist_in_the_code():
 @pytest.mark.parametrize("page", PAGES)
 def test_code_on_pages_fits_without_scrolling(page):
     lines = [line for _, _, code in blocks(page, "python", "bash", "yaml", "text") for line in code.splitlines()]
+    for file in re.findall(r"{{ file (\S+) }}", (ROOT / page).read_text(encoding="utf-8")):
+        lines += (ROOT / file).read_text(encoding="utf-8").splitlines()
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
 
 

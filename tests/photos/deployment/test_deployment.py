@@ -350,7 +350,7 @@ def test_reduced_precision_graphs_give_nearly_the_same_probabilities(clip, tmp_p
     written = facts(tmp_path, "small", "model.json")
     assert written["precision"] == precision and 0 < written["largest_difference"] < error
     rows = run_lines(tmp_path, ["small"], "torch", "transformers")["small"]
-    torch.testing.assert_close(rows, expected(clip, "bridge"), atol=error, rtol=0)
+    torch.testing.assert_close(rows, expected(clip, "bridge", write_photos(tmp_path / "photos")), atol=error, rtol=0)
 
 
 @pytest.mark.slow

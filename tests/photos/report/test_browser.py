@@ -345,7 +345,7 @@ def test_docs_build_with_a_theme_of_mkdocs(tmp_path):
     assert len(pages) > 15
     assert all((site / page.stem / "index.html").is_file() or page.stem == "index" for page in pages)
     start = (site / "index.html").read_text(encoding="utf-8")
-    assert '<img alt="A new task' in start and (site / "images" / "method.svg").is_file()
+    assert '<img alt="How DuLBE splits a gradient' in start and (site / "images" / "method.svg").is_file()
     assert "<math" in (site / "method" / "index.html").read_text(encoding="utf-8")
 
 
