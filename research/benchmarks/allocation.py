@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     distance = max(projector_distance(stats[names[0]], values.support_rank) for names in stats.groups)
     rows = [
         common.row(f"allocation / literal, {where}", times, "ours", "literal"),
+        common.value_row(f"CPU of allocation, {where}", common.rounded(median(times["ours"]["cpu"])), "s"),
         common.value_row(f"supports, {where}", common.rounded(distance), "projector distance", "≤ 1e-4"),
     ]
     common.write("allocation", values, argv, rows)

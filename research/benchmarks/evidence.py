@@ -202,9 +202,9 @@ def pays(results: Path, files: str, method: str, classifier: str) -> str:
         f"{signed(min(each, key=float))} to {signed(max(each, key=float))}" for each in [*gains, kept]
     )
     return (
-        f"With its defaults, on our small models ({streams} streams), {method} changes the accuracy of `{classifier}` "
-        f"by {text} points, and\nthat of `{DEFAULT}`, the default classifier, by {default}. The zero-shot accuracy on "
-        f"classes that are never learned changes by {known} ({measured} streams)."
+        f"With its defaults, on our small models ({streams} streams), {method} changes the accuracy of the names "
+        f"(`{classifier}`) by {text} points, and\nthat of `{DEFAULT}`, the default classifier, by {default}. "
+        f"The zero-shot accuracy on classes that are never learned changes by {known} ({measured} streams)."
     )
 
 

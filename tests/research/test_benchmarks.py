@@ -160,7 +160,7 @@ def test_readme_sentence_on_training_follows_from_the_comparisons(tmp_path):
         ]
         (tmp_path / f"comparisons/{file}.csv").write_text(head + "".join(rows))
     sentences = evidence.pays(tmp_path, "a;b", "DuLBE", "text")
-    assert "(3 streams), DuLBE changes" in sentences and "`text` by −2.0 to +5.1 points" in sentences
+    assert "(3 streams), DuLBE changes" in sentences and "(`text`) by −2.0 to +5.1 points" in sentences
     assert "by −1.2 to +0.1. The" in sentences and "by −4.0 to −3.0 (3 streams)" in sentences
     head_and_row = head + "s,DuLBE,text,auto,0.01,,\ns,DuLBE,bayes,auto,0,,\n"
     (tmp_path / "comparisons/c.csv").write_text(head_and_row)
