@@ -521,6 +521,11 @@ class Classifier(nn.Module):
             judged = min(judged, sum(task.judged for task in self.calibration))
         return f"{judged} of {classes} classes" if judged < LEAST_JUDGED * classes else ""
 
+    def _check_many(self, what: str) -> None:
+        """Raise a `ValueError` that says `what` is not possible if few classes would speak for all."""
+        if self._few():
+            raise ValueError(f"{what}: {self.doubt}")
+
     @property
     def wrong_labels(self) -> tuple[float, float, float] | None:
         """The share of the learned labels that look wrong and the ends of its 95 % interval, from 0 to 1.
@@ -569,11 +574,13 @@ class Classifier(nn.Module):
         `share` or less, see `calibration.threshold`.
 
         Raises:
-            ValueError: If the newest tasks have too few images for this. The message says how many are needed.
+            ValueError: If the newest tasks have too few images for this, or few classes would speak for all, see
+                `doubt`. The message says what is needed.
         """
         from dulbe_peft.classifiers.novelty import novelty_threshold, sums_of
 
         share = check_share("reject", share, 0.05)
+        self._check_many("no image can be rejected")
         if sums_of(self.rule, self.state) is None or not any(task.novelties for task in self.novelty_tasks):
             return self.probabilities(image_embeds).amax(dim=1) < self.rejection_threshold(share)
         return self.novelty(image_embeds) > novelty_threshold(self.novelty_tasks, share)
@@ -583,11 +590,11 @@ class Classifier(nn.Module):
         """Area under the ROC curve: how often an image of an unknown class is more novel than one of a known class.
 
         It is estimated by leaving out each class in turn. 1/2 means that novelty does not separate them. None if it
-        is not known.
+        is not known, or if few classes would speak for all, see `doubt`.
         """
         from dulbe_peft.classifiers.novelty import roc_area
 
-        return roc_area(self.novelty_tasks)
+        return None if self._few() else roc_area(self.novelty_tasks)
 
     def rejection_threshold(self, share: float) -> float:
         """Return the threshold of the largest probability for rejecting at most a fraction `share` of known images.
@@ -601,7 +608,9 @@ class Classifier(nn.Module):
         """
         from dulbe_peft.classifiers.calibration import threshold
 
-        return threshold(self.calibration, "largest", check_share("reject", share, 0.05))
+        share = check_share("reject", share, 0.05)
+        self._check_many("no image can be rejected")
+        return threshold(self.calibration, "largest", share)
 
     def prediction_sets(self, image_embeds: Tensor | np.ndarray, coverage: float) -> Tensor:
         """Return the prediction set of each image, (n, C) in bool, by conformal prediction.
@@ -610,13 +619,13 @@ class Classifier(nn.Module):
         probability of about `coverage` or more, see `calibration.threshold`. It always contains the most likely class.
 
         Raises:
-            ValueError: If the newest tasks have too few images for this. The message says how many are needed.
+            ValueError: If the newest tasks have too few images for this, or few classes would speak for all, see
+                `doubt`. The message says what is needed.
         """
         from dulbe_peft.classifiers.calibration import threshold
 
         missed = 1 - check_share("coverage", coverage, 0.95)
-        if self._few():
-            raise ValueError(f"no prediction sets are possible: {self.doubt}")
+        self._check_many("no prediction sets are possible")
         least = threshold(self.calibration, "own", missed)
         probabilities = self.probabilities(image_embeds)
         return (probabilities >= least) | (probabilities == probabilities.amax(dim=1, keepdim=True))

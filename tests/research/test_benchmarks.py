@@ -373,7 +373,7 @@ def test_rejection_is_measured_on_untidy_folders():
     for kind in kinds:
         assert 50 < found[kind]["near, novelty"] <= 100
     assert 0 < found["none"]["known refused"] < 30 and found["none"]["covered"] > 80
-    assert "covered" not in found[few]
+    assert not {"covered", "known refused", "near, said"} & found[few].keys()
 
 
 def test_every_benchmark_is_mentioned_in_the_docs():
