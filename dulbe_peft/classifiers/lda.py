@@ -6,7 +6,6 @@ score = z' Sigma^-1 m_c - m_c' Sigma^-1 m_c / 2
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -15,8 +14,15 @@ from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.class_sums import ClassSums
-from dulbe_peft.classifiers.covariance import oas_shrinkage, shrunk_covariance
-from dulbe_peft.classifiers.groups import some_left_out
+from dulbe_peft.classifiers.covariance import (
+    ROUNDING,
+    oas_share,
+    oas_shrinkage,
+    shrunk_covariance,
+    solved,
+    without_group,
+)
+from dulbe_peft.classifiers.groups import rows_by_group, some_left_out
 from dulbe_peft.classifiers.rule import LeftOut
 from dulbe_peft.classifiers.state import State
 from dulbe_peft.utils.settings import Weight
@@ -76,18 +82,20 @@ class LdaRule(ClassSums):
             mu_c becomes mu_c - u / (n - 1)        Sigma becomes Sigma - h u u',  h = (1 - s) n / ((n - 1) f)
             P becomes P + g P u u' P,  g = h / (1 - h u' P u)                     (Sherman and Morrison)
 
-        Without a group, everything is computed again from the sums without it.
+        Without a group, everything changes, see `_without_group`.
         """
-        if groups is not None:
-            scores = partial(LdaRule.scores, self)  # of this rule, also for a rule that is derived from it
-            return self.without_groups(state, images, labels, groups, scores).to(state.sums)
         images, labels, means = images.to(state.sums), labels.to(state.sums.device), self.means(state)
+        if groups is not None:
+            found = images.new_zeros(len(images), state.classes)
+            for rows in rows_by_group(groups.to(labels)):
+                found[rows] = self._without_group(state, images[rows], labels[rows])
+            return found
         freedom, n = int(state.freedom), state.counts.to(labels.device)[labels].double()
         share = oas_shrinkage(state.scatter / freedom, freedom) if self.shrinkage == "oas" else float(self.shrinkage)
         inverse = torch.linalg.inv(self.covariance(state))
         away = images - means[labels]
-        left = self._drawn(state, means[labels] - away / (n - 1)[:, None], n - 1)
-        means = self._drawn(state, means, state.counts)
+        left = self._drawn(means, means[labels] - away / (n - 1)[:, None], n - 1, int(state.counts.max()))
+        means = self._drawn(means, means, state.counts)
         by_image, by_away = images @ inverse, away @ inverse
         across, turned, squares = by_image @ means.T, by_away @ means.T, (means @ inverse * means).sum(dim=1)
         squares = squares.expand_as(across).clone()
@@ -99,13 +107,50 @@ class LdaRule(ClassSums):
         gain = (shift / (1 - shift * length))[:, None]
         return across + gain * along[:, None] * turned - (squares + gain * turned.square()) / 2
 
+    def _without_group(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
+        """Return the scores of learned images, (m, d), of a group by everything computed without them; float64.
+
+        In the basis of the eigenvectors of W, with V of `covariance.without_group` and W less V'V,
+
+            tr W becomes tr W - |V|^2        |W|^2 becomes |W|^2 - 2 tr(V W V') + |V V'|^2        f is f - m
+
+        which give s and Sigma; its inverse is that of `covariance.solved`.
+        """
+        values, vectors, means = state.derived(
+            "eigenvectors", lambda: self._decomposed(state), of=("scatter", "sums", "counts")
+        )
+        images = images @ vectors
+        means, counts, down = without_group(means, state.counts.to(means), images, labels)
+        freedom, width = int(state.freedom) - len(images), len(values)
+        trace = float(values.sum() - down.square().sum())
+        if freedom == 0 or trace / max(freedom, 1) / width < ROUNDING:
+            noise, down = torch.full_like(values, 1 / self.logit_scale), down[:0]
+        else:
+            square = values.square().sum() - 2 * (down.square() @ values).sum() + (down @ down.T).square().sum()
+            found = oas_share(float(square) / freedom**2, trace / freedom, freedom, width)
+            share = found if self.shrinkage == "oas" else float(self.shrinkage)
+            noise = (1 - share) / freedom * values + share * trace / freedom / width
+            down = ((1 - share) / freedom) ** 0.5 * down
+        means = self._drawn(means, means, counts)
+        by_means = solved(means, noise, down, -1)
+        return images @ by_means.T - (by_means * means).sum(dim=1) / 2
+
+    def _decomposed(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the eigenvalues and eigenvectors of W, and the mu_c in their basis."""
+        values, vectors = torch.linalg.eigh(state.scatter)
+        return values.clamp_min(0), vectors, self.means(state) @ vectors
+
     def covariance(self, state: State) -> Tensor:
         """Return Sigma, (d, d), float64, shrunk."""
         return shrunk_covariance(state.scatter, int(state.freedom), self.shrinkage, 1 / self.logit_scale)
 
-    def _drawn(self, state: State, means: Tensor, counts: Tensor) -> Tensor:
-        """Return m_c for the means mu_c, (C, d), and the numbers of images, (C,), in float64."""
-        middle, most = self.means(state).mean(dim=0), int(state.counts.max()) if state.classes else 1
+    def _drawn(self, every: Tensor, means: Tensor, counts: Tensor, most: int = 0) -> Tensor:
+        """Return m_c for some means mu_c, (m, d), and their numbers of images, (m,), in float64.
+
+        `every`, (C, d), are the means of all classes, and `most` is the largest number of images, by default that of
+        `counts`.
+        """
+        middle, most = every.mean(dim=0), most or (int(counts.max()) if len(counts) else 1)
         confidence = (1 + self.prior_images / most) / (1 + self.prior_images / counts.to(means))
         return middle + confidence[:, None] * (means - middle)
 
@@ -119,7 +164,7 @@ class LdaRule(ClassSums):
             raise ValueError(
                 f"the covariance cannot be inverted with shrinkage {self.shrinkage!r}: use a larger value, or 'oas'"
             )
-        means = self._drawn(state, self.means(state), state.counts)
+        means = self._drawn(self.means(state), self.means(state), state.counts)
         weights = torch.cholesky_solve(means.T, factor)
         offsets = (means * weights.T).sum(dim=1) / 2
         return weights.float().to(state.device), offsets.float().to(state.device)

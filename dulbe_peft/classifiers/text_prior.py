@@ -75,6 +75,7 @@ from torch import Tensor
 
 from dulbe_peft.classifiers.calibration import WRONG as SHARES
 from dulbe_peft.classifiers.calibration import log_likelihoods
+from dulbe_peft.classifiers.covariance import ROUNDING, solved, without_group
 
 OMEGAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Scales of the scores by texts alone; at 0 all classes are equally likely.
@@ -85,7 +86,6 @@ WRONG = SHARES[::3]  # shares of wrong labels; together with other settings, few
 PRIOR_IMAGES = 2.0
 # rho if no class has two images; on six sets, 1 to 5 are as good.
 LONE_RHO = 3.0
-ROUNDING = 1e-20  # a smaller variance is a rounding error of equal images
 
 
 def shares(counts: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -319,28 +319,15 @@ class Terms:
 class WithoutGroup(Terms):
     """The terms of the scores of the learned images of a group by the fit to all other images; float64.
 
-    The group has the images x_i of classes c, m_c of them in class c, and every class has others. With y_i = x_i - b,
-    d_i = x_i - mean of its class, and u_c the sum of the d_i of class c, without the group
-
-        n_c is n_c - m_c      the mean of class c is its mean less u_c / (n_c - m_c)      f is f less the images
-        W is W - V'V, where V has the rows d_i and, for each class, u_c / sqrt(n_c - m_c)
-
-    and b and V are computed from the new means. With the new ridge in A = W + rho V I and r rows in V,
-
-        (A - V'V)^-1 = A^-1 + A^-1 V'(I - V A^-1 V')^-1 V A^-1                                           (Woodbury)
-
-    which is computed as it stands on the left if r is as large as half of d. If no class keeps two images, T of the
-    new means takes the place of W.
+    The means, W and n_c change as in `covariance.without_group`, f is f less the images, and b and V are computed
+    from the new means. (A - V'V)^-1 with the new ridge in A = W + rho V I is that of `covariance.solved`. If no class
+    keeps two images, T of the new means takes the place of W.
     """
 
     @classmethod
     def of(cls, fit: Fit, rows: Tensor, labels: Tensor, rho: float) -> Self:
         """Compute the terms for y, (n, d), in the basis of the fit, and the images' classes."""
-        gone = labels.bincount(minlength=len(fit.counts)).to(rows)
-        left, classes = fit.counts - gone, labels.unique()
-        away = rows - fit.means[labels]
-        sums = torch.zeros_like(fit.means).index_add(0, labels, away)
-        means = fit.means - sums / left[:, None]
+        means, left, down = without_group(fit.means, fit.counts, rows, labels)
         shift = means.mean(dim=0)
         lone = fit.freedom == len(rows) and len(left) > 1
         rho = LONE_RHO if lone else rho
@@ -348,31 +335,20 @@ class WithoutGroup(Terms):
         total = fit.total - float(rows.square().sum() + 2 * shift @ (left @ means)) + number * float(shift @ shift)
         variance = total / number if total / number > ROUNDING else 1.0
         means, rows = means - shift, rows - shift
-        noise = fit.values + rho * variance
-        down = torch.cat([away, sums[classes] / left[classes, None].sqrt()])
-        sign = -1
+        noise, sign = fit.values + rho * variance, -1
         if lone:
             noise, down, sign = torch.full_like(noise, rho * variance), means, 1
-        solved, reach = cls._solved(means, noise, down, sign), fit.texts @ down.T
+        by_means, reach = solved(means, noise, down, sign), fit.texts @ down.T
         centre = fit.centre @ fit.vectors + shift
         return cls(
             counts=left[None],
-            near=freedom * rows @ solved.T,
-            square=freedom * (solved * means).sum(dim=1)[None],
+            near=freedom * rows @ by_means.T,
+            square=freedom * (by_means * means).sum(dim=1)[None],
             cross=(fit.texts * means).sum(dim=1)[None],
             length=(fit.texts.square() @ noise + sign * reach.square().sum(dim=1))[None] / freedom,
             across=rows @ fit.texts.T,
             along=(fit.texts @ centre)[None],
         )
-
-    @staticmethod
-    def _solved(means: Tensor, noise: Tensor, down: Tensor, sign: int) -> Tensor:
-        """Return (diag(noise) + sign V'V)^-1 times the means, (C, d)."""
-        if 2 * len(down) >= len(noise):
-            return torch.linalg.solve(torch.diag(noise) + sign * down.T @ down, means.T).T
-        by = down / noise
-        inner = torch.eye(len(down)).to(by) + sign * by @ down.T
-        return means / noise - sign * torch.linalg.solve(inner, (means @ by.T).T).T @ by
 
 
 class LeftOut(Terms):

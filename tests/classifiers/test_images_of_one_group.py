@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import reference
 import torch
 from taught import CLASSES, DIM, SCALE, clusters, digits
 from torch.nn import functional as F
@@ -53,6 +54,48 @@ def test_scores_without_a_group_are_those_of_a_classifier_that_did_not_learn_it(
             expected[rows] *= (len(labels) / int(rest.sum())) ** POWER
     scale = float(expected.abs().max())
     torch.testing.assert_close(found / scale, expected / scale, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("shrinkage, prior", [(None, 1.0), (0.2, 1.0), (None, 0.0)])
+@pytest.mark.parametrize("large", [False, True])
+def test_lda_and_gda_without_a_group_equal_the_literal_formula_of_all_other_images(shrinkage, prior, large):
+    """Small groups are left out by a correction of low rank, and large ones by another inverse.
+
+    The features have entries of 1/8 and -1/8, so they have exactly unit length in float32.
+    """
+    generator = torch.Generator().manual_seed(0)
+    labels, texts = torch.arange(60) % 6, torch.randn(6, 64, generator=generator).sign() / 8
+    images = (8 * texts[labels] + torch.randn(60, 64, generator=generator)).sign() / 8
+    groups = torch.arange(60) // 30 if large else torch.randint(0, 15, (60,), generator=generator)
+    alpha = 2.0
+    settings = f"shrinkage={shrinkage or 'oas'},prior_images={prior}"
+    lda, gda = (
+        taught(spec, images, labels, texts=texts) for spec in (f"lda:{settings}", f"gda:alpha={alpha},{settings}")
+    )
+    found, mixed = (each.left_out(images, labels, groups) for each in (lda, gda))
+    assert found.dtype == mixed.dtype == torch.float64
+    for rows in rows_by_group(groups):
+        rest = torch.ones(len(labels), dtype=torch.bool).index_fill(0, rows, False)
+        assert large == (2 * (len(rows) + len(labels[rows].unique())) >= 64)
+        expected = reference.lda_logits(images[rest], labels[rest].tolist(), images[rows], shrinkage, prior)
+        by_text = SCALE * images[rows].double() @ texts.double().T
+        # float64, times a condition number of 1e3 and sums of 64 products.
+        bound = 2.0**-52 * 1e3 * 64 * float(expected.abs().max())
+        torch.testing.assert_close(found[rows], expected, rtol=0, atol=bound)
+        torch.testing.assert_close(mixed[rows], (by_text + alpha * expected) / alpha, rtol=0, atol=2 * bound)
+
+
+@pytest.mark.parametrize("spec", ["lda", "gda:alpha=2"])
+def test_lda_without_a_group_may_be_left_with_one_image_or_with_equal_images_of_each_class(spec):
+    """Then the covariance is I / tau, as for a classifier that learned only these images."""
+    images, labels, texts = clusters(4 * [1], DIM)
+    others = F.normalize(images + 0.1 * torch.randn(images.shape, generator=torch.Generator().manual_seed(1)), dim=1)
+    for kept in (1, 2):  # equal images
+        every = torch.cat([*[images] * kept, others])
+        classifier = taught(spec, every, labels.repeat(kept + 1), texts=texts)
+        found = classifier.left_out(others, labels, torch.zeros(len(labels), dtype=torch.int64))
+        twin = taught(spec, every[: -len(labels)], labels.repeat(kept), texts=texts)(others).double()
+        torch.testing.assert_close(found, twin, rtol=1e-5, atol=1e-4)
 
 
 def test_a_large_group_is_left_out_as_well_as_a_small_one():
