@@ -28,6 +28,28 @@ class UnlabelledError(ValueError):
     """Raised when the images of a data set have no labels, as in the test split of a competition."""
 
 
+class PixelMemory:
+    """Pixel values of image files by position, which the slices of a data set share.
+
+    Attributes:
+        rows: Position -> the file's entry on the disk when it was read, its content, and the pixel values.
+        way: How the pixel values were made, or None if none are kept.
+        bytes: The memory that the values of all images take.
+    """
+
+    def __init__(self) -> None:
+        self.release()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), ()  # other processes make their own
+
+    def release(self) -> None:
+        """Keep nothing any more."""
+        self.rows: dict[int, tuple[object, bytes | None, Any]] = {}
+        self.way: object = None
+        self.bytes = 0
+
+
 class LabelledImages:
     """Images with labels and class names. Slices share the same source.
 
@@ -65,6 +87,7 @@ class LabelledImages:
         # Maps a position to the content and, for a file, its entry on the disk when it was read. Slices share it.
         self._contents: dict[int, tuple[bytes | None, object]] = {}
         self.glances = Glances()  # of images that were decoded
+        self.pixels = PixelMemory()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -92,6 +115,15 @@ class LabelledImages:
         if isinstance(image, Image.Image):
             image = to_rgb(image)
         return content_of(image), image
+
+    def entry(self, index: int) -> object:
+        """Return what is the same as long as a file is not changed; None for an image that is not a file."""
+        return _entry_or_none(self.given(index))
+
+    @property
+    def whole(self) -> int:
+        """Number of images of the source, of which these may be a part."""
+        return len(self._own_labels)
 
     def glance(self, index: int) -> Glance:
         """Return what is kept of a decoded image file.

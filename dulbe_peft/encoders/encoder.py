@@ -142,6 +142,16 @@ class Encoder(TextEncoder):
         shape = loading.image_shape(self.clip, self.processor)
         return PixelDataset(images, self.processor, shape, cache_bytes, self.jpeg_side)
 
+    def kept_images(self, images: LabelledImages) -> PixelDataset | None:
+        """Return the preprocessed images, whose pixel values are kept for all slices of the data set.
+
+        Returns None if they cannot be kept: because of `pixel_cache_mb`, worker processes, several processes that
+        train, or a data set that changes its images.
+        """
+        pixels, limit = self.images(images), self.args.pixel_cache_mb * 2**20
+        cached = self.args.num_workers in (0, "auto") and self.args.teacher == "cached" and processes.world()[1] == 1
+        return pixels if cached and pixels.keep_all(limit) else None
+
     def views(self, features: torch.Tensor, images: PixelDataset, title: str) -> torch.Tensor | None:
         """Return `features`, (n, d), together with those of the augmented views, (n, 1 + copies, d).
 

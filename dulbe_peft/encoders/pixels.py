@@ -8,8 +8,10 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
@@ -19,7 +21,7 @@ from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data import decoding
 from dulbe_peft.data.augmentation import augmented
 from dulbe_peft.data.decoding import UnreadableImageError
-from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.data.images import LabelledImages, PixelMemory
 from dulbe_peft.encoders.loading import ImageOnlyProcessor, encoder_of, image_shape, pixel_values
 from dulbe_peft.utils import processes
 from dulbe_peft.utils.workers import available_cores
@@ -69,7 +71,10 @@ def jpeg_side(processor: Any, model: object, whole_images: bool) -> int:
 
 
 class PixelDataset(Dataset[PixelRow]):
-    """Images as pixel values of `image_shape`, cached in memory if all of them fit into `cache_bytes`."""
+    """Images as pixel values of `image_shape`, cached in memory if all of them fit into `cache_bytes`.
+
+    After `keep_all`, the pixel values of files are those of the whole data set's memory, for all of its slices.
+    """
 
     skips = False  # whether an unreadable image gives zeros instead of an error
 
@@ -86,9 +91,34 @@ class PixelDataset(Dataset[PixelRow]):
         self.labels = images.labels
         self.processor = processor
         self.image_shape = image_shape
-        fits = 0 < 4 * math.prod(image_shape) * len(images) <= cache_bytes
+        self.bytes, self.memory = 4 * math.prod(image_shape), images.pixels
+        kept = self.memory.bytes > 0 and self.memory.way == self.way
+        fits = not kept and 0 < self.bytes * len(images) <= cache_bytes
+        if fits:
+            _make_room(self.bytes * len(images), cache_bytes)
         self.cache: dict[int, torch.Tensor] | None = {} if fits else None
         self.augment: tuple[str, tuple[int, ...]] | None = None
+
+    @cached_property
+    def way(self) -> object:
+        """Everything by which the pixel values of the same file can differ."""
+        given = self.processor.image_processor
+        return given.to_dict() if hasattr(given, "to_dict") else given, tuple(self.image_shape), self.side
+
+    def keep_all(self, most: int) -> bool:
+        """Keep the pixel values of all files of the data set from now on; return False if there is no room.
+
+        All data sets of this process together may take `most` bytes.
+        """
+        size = self.bytes * self.images.whole
+        others = sum(memory.bytes for memory in _memories if memory is not self.memory)
+        if not self.images.stored or not 0 < size <= most - others:
+            return False
+        if self.memory.way != self.way:
+            self.memory.release()
+        self.memory.way, self.memory.bytes = self.way, size
+        _memories.add(self.memory)
+        return True
 
     def view(self, kinds: str, *seed: int) -> Self:
         """Return the same images with the augmentations `kinds`, drawn from the seed and each image's content."""
@@ -107,7 +137,13 @@ class PixelDataset(Dataset[PixelRow]):
     @property
     def is_cached(self) -> bool:
         """Whether the pixel values of all images are in memory."""
+        if self._keeps:
+            return all(position in self.memory.rows for position in self.images.indices.tolist())
         return self.cache is not None and len(self.cache) == len(self)
+
+    @property
+    def _keeps(self) -> bool:
+        return self.augment is None and self.memory.bytes > 0 and self.memory.way == self.way
 
     def __len__(self) -> int:
         return len(self.images)
@@ -132,10 +168,14 @@ class PixelDataset(Dataset[PixelRow]):
     def read(self, index: int) -> tuple[bytes | None, torch.Tensor]:
         """Return an image's content (see `LabelledImages.contents`) and its pixel values, both from the same bytes.
 
-        The content is None if the pixel values come from the cache. Errors do not name the image.
+        The content is None if the pixel values come from this data set's own cache. Errors do not name the image.
         """
         if self.cache is not None and index in self.cache:
             return None, self.cache[index]
+        position, keeps = int(self.images.indices[index]), self._keeps
+        entry = self.images.entry(index) if keeps else None
+        if keeps and (found := self.memory.rows.get(position)) and found[0] == entry:
+            return found[1:]
         content, image = self.images.read(index, self.side)
         if self.augment is not None:
             kinds, seed = self.augment
@@ -145,7 +185,19 @@ class PixelDataset(Dataset[PixelRow]):
             raise ValueError(f"its pixel values are {tuple(pixels.shape)}, but the model takes {self.image_shape}")
         if self.cache is not None:
             self.cache[index] = pixels
+        if keeps:
+            self.memory.rows[position] = entry, content, pixels
         return content, pixels
+
+
+_memories: WeakSet[PixelMemory] = WeakSet()  # those that `keep_all` uses
+
+
+def _make_room(size: int, most: int) -> None:
+    """Release what data sets keep unless `size` and all of it together are at most `most` bytes."""
+    for memory in list(_memories):
+        if size + sum(each.bytes for each in _memories) > most:
+            memory.release()
 
 
 MOST_THREADS = 16

@@ -1,6 +1,8 @@
 """Threads read images ahead of the model: the same values in order, few at a time, and none after an error."""
 
+import copy
 import os
+import pickle
 import threading
 import time
 
@@ -10,10 +12,12 @@ import torch
 from lives import images_of, tiny_learner
 from PIL import Image
 
+from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders import pixels as reading
-from dulbe_peft.encoders.pixels import read_batches, reading_threads
+from dulbe_peft.encoders.pixels import PixelDataset, read_batches, reading_threads
+from dulbe_peft.photos.data.looking import undecodable
 
 CPU = torch.device("cpu")
 
@@ -154,3 +158,64 @@ def test_number_of_threads_follows_the_cores(monkeypatch, cores, torch_threads, 
     monkeypatch.setattr(torch, "get_num_threads", lambda: torch_threads)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     assert reading_threads(torch.device(device)) == expected
+
+
+def trained(**fields):
+    return tiny_learner("dulbe", ("lda",), **fields)
+
+
+def test_kept_pixel_values_are_those_of_the_file_and_of_the_same_processing(folder, monkeypatch):
+    learner, images = trained(), load_data(folder)
+    assert undecodable(images, learner.encoder.kept_images(images).read) == {}
+    part = images.at([5, 3])
+    pixels, fresh = learner.encoder.images(part), learner.encoder.images(load_data(folder).at([5, 3]))
+    assert pixels.is_cached and not fresh.is_cached
+    with monkeypatch.context() as patched:
+        patched.setattr(type(images), "read", lambda *_: pytest.fail("it is read again"))
+        kept = [pixels.read(row) for row in range(2)]
+    for (content, values), (expected, others) in zip(kept, (fresh.read(0), fresh.read(1)), strict=True):
+        assert content == expected and torch.equal(values, others)
+    view = pixels.view("flip", 1)
+    assert any(not torch.equal(view.view("flip", seed).read(0)[1], kept[0][1]) for seed in range(9))
+    processor = copy.deepcopy(learner.processor)
+    processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+    other = PixelDataset(part, processor, pixels.image_shape)
+    assert not other.is_cached and not torch.equal(other.read(0)[1], kept[0][1]), "another processing"
+    path = folder / "train" / images.item_name(int(part.indices[1]))
+    Image.new("RGB", (40, 30), "red").save(path)
+    content, values = learner.encoder.images(part).read(1)
+    assert content != kept[1][0] and not torch.equal(values, kept[1][1]), "the file has changed"
+
+
+def test_all_kept_pixel_values_fit_into_the_limit(folder, monkeypatch):
+    learner = trained(pixel_cache_mb=1)
+    first, second = load_data(folder), load_data(folder)
+    size = learner.encoder.images(first).bytes
+    monkeypatch.setattr(reading, "_memories", type(reading._memories)())
+
+    def kept(images, most):
+        return learner.encoder.images(images).keep_all(most)
+
+    assert not kept(first, 40 * size - 1) and kept(first, 40 * size) and kept(first.at([1]), 40 * size)
+    assert not kept(second, 80 * size - 1) and kept(second, 80 * size)
+    learner.encoder.images(first).read(0)
+    assert first.pixels.rows.keys() == {0}
+    learner.encoder.images(load_data(folder), keep=True)  # as for training, with a limit of 1 MiB
+    room = 2**20 - 40 * size
+    assert sum(images.pixels.bytes for images in (first, second)) <= room
+    assert learner.encoder.images(first).read(0)[1].shape == learner.encoder.images(second).read(0)[1].shape
+    assert len(pickle.dumps(second)) < 40 * size and not pickle.loads(pickle.dumps(second)).pixels.bytes
+    assert not kept(labelled_images([(image, 0) for image in range(3)]), 2**30), "not files"
+
+
+@pytest.mark.parametrize("fields", [{"pixel_cache_mb": 0}, {"num_workers": 1}, {"teacher": "online"}])
+def test_nothing_is_kept_if_it_may_not_be(folder, fields):
+    images = load_data(folder)
+    assert trained(**fields).encoder.kept_images(images) is None and not images.pixels.bytes
+
+
+def test_unreadable_files_are_found_while_the_others_are_kept(folder):
+    (folder / "train" / "a" / "4.png").write_bytes(b"no image")
+    images = load_data(folder)
+    ((index, reason),) = undecodable(images, trained().encoder.kept_images(images).read).items()
+    assert images.item_name(index).endswith("4.png") and reason and len(images.pixels.rows) == 39

@@ -27,12 +27,13 @@ SAME = "the same picture as another image, in a different file"
 Look = Callable[[LabelledImages], Mapping[int, str]]  # returns index -> reason for unreadable images
 
 
-def undecodable(images: LabelledImages) -> dict[int, str]:
-    """Return index -> reason for the stored images that cannot be decoded."""
+def undecodable(images: LabelledImages, read: Callable[[int], object] | None = None) -> dict[int, str]:
+    """Return index -> reason for the stored images that cannot be decoded, by `read` if it is given."""
+    read = read or images.glance
 
     def problem(index: int) -> str | None:
         try:
-            images.glance(index)
+            read(index)
         except Exception as error:  # decoders raise almost anything, and so do libraries that read a damaged table
             return str(error)
         return None

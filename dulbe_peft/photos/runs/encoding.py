@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.data.images import LabelledImages, PixelMemory
 from dulbe_peft.data.store import EncoderKey, FeatureStore
 from dulbe_peft.encoders.pixels import UNSHOWN
 from dulbe_peft.learner import ClassIncrementalLearner
@@ -60,7 +60,7 @@ def _subset(part: LabelledImages, positions: np.ndarray) -> LabelledImages:
     """Return the images at `positions` of the source. A list is cut down to them, so that less is sent to workers."""
     images = copy.copy(part)
     images.indices, images.labels, images._contents = positions, part._own_labels[positions], {}
-    images.groups, images.columns = None, {}
+    images.groups, images.columns, images.pixels = None, {}, PixelMemory()
     if isinstance(part.source, list):
         images.source = [part.source[position] for position in positions]
         images.indices, images._own_labels = np.arange(len(positions)), images.labels

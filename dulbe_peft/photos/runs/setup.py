@@ -205,14 +205,20 @@ class Setup:
 def unreadable_finder(learner: ClassIncrementalLearner) -> Look:
     """Return a function that finds unreadable images, for `open_source`.
 
-    It encodes the images if the store keeps the features, so that no image is decoded a second time later.
+    It encodes the images if the store keeps the features, and otherwise keeps their pixel values if they fit into
+    memory, so that no image is decoded a second time later.
     """
     from dulbe_peft.photos.data.looking import undecodable
 
     encoder = learner.encoder
     stores = encoder.store is not None and not encoder.store.private and not encoder.adapted
     if not stores or learner.args.precision == "int8":  # an int8 graph is calibrated on the images of the first task
-        return undecodable
+
+        def look(images: LabelledImages) -> Mapping[int, str]:
+            pixels = encoder.kept_images(images)
+            return undecodable(images, None if pixels is None else pixels.read)
+
+        return look
     return lambda images: learner.readable_embeds(images)[1]
 
 
@@ -248,7 +254,7 @@ def set_up(stream: StreamArguments, adapter: AdapterSettings, args: LearnerArgum
     left_out: list[str] = []
     uses_few = stream.dry_run or stream.images_per_class is not None  # encoding all images would be wasted
     # The data are opened first, so that their errors are raised before a model is loaded.
-    tasks = stream_tasks(stream, left_out, None if uses_few or strategy.adapts else look) if stream.data else []
+    tasks = stream_tasks(stream, left_out, None if uses_few else look) if stream.data else []
     return Setup(stream, make_learner(), tasks, left_out)
 
 

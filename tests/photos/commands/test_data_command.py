@@ -378,6 +378,35 @@ def test_run_reads_and_decodes_every_image_once(photos, tmp_path, counted_reads)
     assert read == decoded == dict.fromkeys(files, 1)
 
 
+@pytest.mark.parametrize("strategy", ["dulbe", "lora"])
+def test_trained_run_and_learn_and_evaluate_decode_every_image_once(photos, tmp_path, counted_reads, strategy):
+    """They keep the pixel values of the first look, unless there is too little memory. The results are the same."""
+    test, train = ([str(path) for path in (photos / split).rglob("*.png")] for split in ("test", "train"))
+    decoded, more = counted_reads[1], ["--strategy", strategy, "--epochs", "2"]
+    out, small = tmp_path / "out", tmp_path / "small"
+    for _ in range(2):  # again after `check`
+        assert run(photos, "--output", str(out), "--overwrite", *more) == 0
+        assert decoded == dict.fromkeys([*test, *train], 1)
+        assert main(["check", str(photos)]) == 0
+        decoded.clear()
+    assert main(["evaluate", str(out), "--data", str(photos), "--device", "cpu"]) == 0
+    assert decoded == dict.fromkeys(test, 1)
+    later = shutil.copytree(photos / "train" / "two", tmp_path / "later" / "new")
+    for number, path in enumerate(later.glob("*.png")):
+        Image.new("L", (30, 30), 9 * number).save(path)
+    decoded.clear()
+    given = ["--data", str(later.parent), "--output", str(tmp_path / "more"), "--device", "cpu"]
+    assert main(["learn", str(out), *given]) == 0
+    assert {name: decoded[name] for name in decoded if name not in test} == dict.fromkeys(
+        map(str, later.glob("*.png")), 1
+    )
+    decoded.clear()
+    assert run(photos, "--output", str(small), "--pixel-cache-mb", "0", *more) == 0
+    assert min(decoded.values()) > 1
+    first, last = (json.loads((folder / "results.json").read_text()) for folder in (out, small))
+    assert first["tasks"] == last["tasks"]  # the same losses
+
+
 def test_learn_decodes_only_new_images_and_check_all_images_once(photos, tmp_path, counted_reads, capsys):
     out, later = str(tmp_path / "out"), shutil.copytree(photos / "train" / "two", tmp_path / "later" / "two")
     assert run(photos, "--output", out, *FROZEN) == 0
