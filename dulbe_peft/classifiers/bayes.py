@@ -40,6 +40,10 @@ NEVER = 1e300  # a loss so large that its row of the table is never chosen
 USUAL_RHO = 0.3
 # T of the images' scores if no image can be left out. On eleven sets, 16 to 38 was best; 27 on the six that chose it.
 IMAGE_TEMPERATURE = 27.0
+# If no class has two images, T is so many times the spread of the scores of wrong classes, per direction. On six sets
+# 20 to 22 was best, and on six others, which confirm it, 16 to 20. The number of classes determines no better T.
+LONE_SPREAD = 20.0
+PAIRS = 30.0  # pairs of classes that count as much as `IMAGE_TEMPERATURE`; on subsets of 3 to 9 classes, 10 is as good
 # The weight of texts that determine all labels, relative to that of one image per class, each at its own temperature.
 # It is larger than 1 because the images' scores make correlated errors on classes that look alike. With one image and
 # names, noisy or not, 1.4 to 2.8 have about the same log-loss on held-out images of four sets.
@@ -193,7 +197,7 @@ class BayesRule(ClassSums):
         shown = labels[named].bincount(minlength=classes)
         share = (whole / shown.clamp_min(1)[labels])[named]
         x = self.lifted(state, images)
-        losses = self._fit(state, 0).text_losses(x[named], labels[named], share, USUAL_RHO)
+        losses = self._with_all_names(state, 0).text_losses(x[named], labels[named], share, USUAL_RHO)
         changes = {"by_text": state.by_text + losses, "shown": state.shown + shown.to(state.shown)}
         state = state.replaced(changes)
         lone = torch.isin(labels, self._lone(state, inside, groups_of_classes(labels, groups, classes)))
@@ -267,7 +271,7 @@ class BayesRule(ClassSums):
         rest = images - means[labels]
         freedom = int(state.freedom) - total + len(labels)
         scatter = state.scatter[:width, :width] - away.T @ away + rest.T @ rest
-        return self._fitted(state, means, counts, scatter, freedom)
+        return self._fitted(state, means, counts, scatter, freedom).without_texts(self._unused(state))
 
     def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the scores of `Fit.left_out`, in float32."""
@@ -354,7 +358,7 @@ class BayesRule(ClassSums):
 
     def _text_losses(self, state: State) -> Tensor:
         """Return `by_text` in nats for the effective number of images, plus the penalties of wrong labels."""
-        nats, table = self._nats(state), state.by_text.sum(dim=0)
+        nats, table = self._nats(state), state.by_text[~self._unused(state)].sum(dim=0)
         worst = float(table[0, 0, 0]) or 1.0
         number = nats / math.log(max(2, state.classes))
         return table / worst * nats + penalties(WRONG, number).to(state.by_text)
@@ -432,6 +436,18 @@ class BayesRule(ClassSums):
             steps = (before - after) / (before - 2 * here + after) / 2
         return float(TEMPERATURES[best] * (TEMPERATURES[1] / TEMPERATURES[0]) ** steps)
 
+    def _image_temperature(self, state: State, features: int) -> float:
+        """Return the usual T of the scores by the images alone.
+
+        If no class has two images, it follows `Fit.spread`: T^2 is the mean of `LONE_SPREAD`^2 spread^2 / d over the
+        C (C - 3) / 2 pairs of classes that can differ, and of `PAIRS` pairs with `IMAGE_TEMPERATURE`^2.
+        """
+        fit, pairs = self._fit(state, features), max(0, state.classes * (state.classes - 3) // 2)
+        if not fit.lone:
+            return IMAGE_TEMPERATURE
+        squares = LONE_SPREAD**2 * fit.spread(USUAL_RHO) / len(fit.values)
+        return math.sqrt((squares + PAIRS * IMAGE_TEMPERATURE**2) / (pairs + PAIRS))
+
     def _usual_temperatures(
         self, state: State, features: int, rho: float, kappas: Sequence[float] = ()
     ) -> list[float]:
@@ -440,18 +456,23 @@ class BayesRule(ClassSums):
         The errors of the images' and of the texts' scores add up like random errors with `Fit.correlation`.
         """
         fit, by_texts, common, found = self._fit(state, features), 0.0, 0.0, []
+        own = self._image_temperature(state, features)
         if float(state.by_text[:, 0, 0, 0].sum()):
             by_texts = fit.slope(rho) / state.derived("text scale", lambda: self._text_scale(state))
             common = state.derived(
                 "correlation", lambda: self._fit(state, 0).correlation(USUAL_RHO, self._omega(state))
             )
         for share in map(fit.share, kappas or self.kappas):
-            images, texts = share * IMAGE_TEMPERATURE, (1 - share) * by_texts
+            images, texts = share * own, (1 - share) * by_texts
             found.append(math.sqrt(images**2 + texts**2 + 2 * common * images * texts))
         return found
 
     def _fit(self, state: State, features: int) -> Fit:
-        """Return the fit to the unit features and the first `features` random features."""
+        """Return the fit to the unit features and the first `features` random features, without unused names."""
+        return self._with_all_names(state, features).without_texts(self._unused(state))
+
+    def _with_all_names(self, state: State, features: int) -> Fit:
+        """Return the same fit with all names."""
         width = self.embed_dim + self.text_dim + features
 
         def make() -> Fit:
@@ -460,6 +481,10 @@ class BayesRule(ClassSums):
 
         fit: Fit = state.derived(f"fit {features}", make, of=FITTED)
         return fit
+
+    def _unused(self, state: State) -> Tensor:
+        """Return which names are left out, (C,) in bool: the misnamed ones, and none for fixed settings."""
+        return self.misnamed(state) & ("auto" in (self.kappa, self.rho))
 
     def _fitted(self, state: State, means: Tensor, counts: Tensor, scatter: Tensor, freedom: int) -> Fit:
         """Return the fit to sums of the first features of x."""

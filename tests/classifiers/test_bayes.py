@@ -51,9 +51,10 @@ def lifted(images, layer):
 class Twin:
     """The literal version, which learns all images at once."""
 
-    def __init__(self, images, labels, texts=TEXTS, layer=None):
+    def __init__(self, images, labels, texts=TEXTS, layer=None, nameless=()):
         # The classifier also normalises in float32.
         images, texts = (unit_features(rows, "", DIM, None, "cpu").double().numpy() for rows in (images, texts))
+        texts[list(nameless)] = 0
         if layer is not None:
             images, texts = lifted(images, layer), np.pad(texts, ((0, 0), (0, layer.shape[1])))
         self.learn(images, labels.numpy(), texts)
@@ -63,7 +64,9 @@ class Twin:
         self.n = np.bincount(y, minlength=self.classes)
         self.m = np.stack([x[y == c].mean(axis=0) for c in range(self.classes)])
         self.scatter = (x - self.m[y]).T @ (x - self.m[y])
-        self.b, self.t = self.m.mean(axis=0), SCALE * (texts - texts.mean(axis=0))
+        given = texts.any(axis=1)
+        self.b, self.t = self.m.mean(axis=0), SCALE * (texts - texts[given].mean(axis=0) if given.any() else texts)
+        self.t[~given] = 0
         self.v = np.mean([(row - self.b) @ (row - self.b) for row in x])
         self.freedom = number - self.classes
         self.w, self.lone = self.n / (self.n + 2), self.freedom == 0
@@ -102,14 +105,31 @@ class Twin:
         return (usual * images + kappa * texts) / (usual + kappa)
 
     def text_losses(self, rows):
+        return self.text_losses_of_classes(rows).sum(axis=0)
+
+    def text_losses_of_classes(self, rows):
         """Return the log-losses of the images in `rows` by the texts alone, with equal weights for all classes."""
-        found, a, classes = np.zeros((5, 17, len(WRONG))), self.slope(0.3), range(self.classes)
+        a, classes = self.slope(0.3), range(self.classes)
+        found = np.zeros((self.classes, 5, 17, len(WRONG)))
         for i in rows:
             for o, omega in enumerate(OMEGAS):
                 scores = np.array([self.by_text(self.x[i], c, 0.3, omega) for c in classes]) / (a or 1)
                 for k, scale in enumerate(SCALES):
                     own = softmax(scale * scores)[self.y[i]]
-                    found[o, k] -= np.log(noisy(own, self.classes)) * self.classes / self.n[self.y[i]]
+                    loss = -np.log(noisy(own, self.classes)) * self.classes / self.n[self.y[i]]
+                    found[self.y[i], o, k] += loss
+        return found
+
+    def misnamed(self, losses):
+        """Return the classes whose images, all of which were compared with names, are unlikely by their name."""
+        found, robust = [], losses[..., 5]
+        for _ in range(2):
+            rest = sum(robust[c] for c in range(self.classes) if c not in found)
+            if rest.min() > 0.9 * rest[0, 0]:
+                return []
+            best = np.unravel_index(rest.argmin(), rest.shape)
+            beyond = [(table[best] / table[0, 0] - 1) * np.log(self.classes) for table in robust]
+            found = [c for c in range(self.classes) if beyond[c] * self.n[c] > np.log(19)]
         return found
 
     def nats(self):
@@ -134,6 +154,17 @@ class Twin:
     def usual_kappa(self, table):
         return max(1, 2 * self.told(table) * 27 * self.scale(table) / self.slope(0.3)) if self.slope(0.3) else 1
 
+    def by_images_alone(self):
+        """Return the usual T of the scores by the images alone."""
+        if not self.lone:
+            return 27
+        squares = 0
+        for k, m in enumerate(self.m):
+            scores = np.array([self.by_image(m, c, 0.3) for c in range(self.classes) if c != k])
+            squares += sum((scores - scores.mean()) ** 2) / 2
+        pairs = self.classes * (self.classes - 3) / 2
+        return np.sqrt((20**2 * squares / self.dim + 30 * 27**2) / (pairs + 30))
+
     def correlation(self, omega):
         """Return the correlation of image and text scores of the wrong classes, at the mean of each class."""
         pairs = []
@@ -147,7 +178,7 @@ class Twin:
     def temperature(self, kappa, rho, table, common):
         """Return the usual T for the text losses `table` and the correlation `common` of the version without layer."""
         share = self.classes / sum(1 / self.n) / (self.classes / sum(1 / self.n) + kappa)
-        images, texts = 27 * share, (1 - share) * self.slope(rho) / self.scale(table)
+        images, texts = self.by_images_alone() * share, (1 - share) * self.slope(rho) / self.scale(table)
         return np.sqrt(images**2 + texts**2 + 2 * common * images * texts)
 
     def losses(self, rows, omega):
@@ -224,9 +255,13 @@ def test_scores_equal_the_literal_version(each, omega):
 def assert_least_loss(classifier, images, labels, features, kind=Twin):
     """Compare the tables, the choice and the scores of a classifier with those of a twin without and with features."""
     layer, tests = np.random.RandomState(0).standard_normal((DIM, features)), F.normalize(draw(2, 9, DIM), dim=1)
-    twins = [kind(images, labels), *([kind(images, labels, layer=layer)] if features else [])]
-    by_text = twins[0].text_losses(range(len(images)))
-    close(classifier.by_text.sum(dim=0), by_text)
+    named = kind(images, labels)
+    by_text = named.text_losses_of_classes(range(len(images)))
+    close(classifier.by_text, by_text)
+    found = named.misnamed(by_text)
+    assert classifier.misnamed == [classifier.class_names[c] for c in found]
+    twins = [kind(images, labels, layer=each, nameless=found) for each in ((None, layer) if features else (None,))]
+    by_text = np.delete(by_text, found, axis=0).sum(axis=0)
     omega, usual = twins[0].omega(by_text), twins[0].usual_kappa(by_text)
     rows = [i for i in range(len(images)) if twins[0].n[labels[i]] > 1]
     common, found = twins[0].correlation(omega), []

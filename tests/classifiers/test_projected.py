@@ -25,9 +25,10 @@ def projected(rows):
 class ProjectedTwin(Twin):
     """The literal version: L_c from u and random features, T_c from z."""
 
-    def __init__(self, images, labels, layer=None):
+    def __init__(self, images, labels, layer=None, nameless=()):
         self.layer = layer
         texts = unit_features(TEXTS, "", TEXT_DIM, None, "cpu").double().numpy()
+        texts[list(nameless)] = 0
         self.learn(unit_features(images, "", DIM, None, "cpu").double().numpy(), labels.numpy(), texts)
 
     def rows(self, u):
@@ -53,8 +54,8 @@ class ProjectedTwin(Twin):
         texts = np.array([[self.named.by_text(z, c, rho, omega) for c in classes] for z in projected(tests)])
         return (usual * images + kappa * texts) / (usual + kappa)
 
-    def text_losses(self, rows):
-        return self.named.text_losses(rows)
+    def text_losses_of_classes(self, rows):
+        return self.named.text_losses_of_classes(rows)
 
     def correlation(self, omega):
         pairs = []
