@@ -52,7 +52,10 @@ def _listed(names: Sequence[str]) -> str:
 
 def about_names(misnamed: Sequence[str]) -> str:
     """Return a sentence on names that do not describe their images."""
-    return f"these names do not describe their images: {_listed(misnamed)}; rename them, or check the labels"
+    return (
+        f"these names do not describe their images, and 'bayes' does not use them: {_listed(misnamed)}; rename them, "
+        "or check the labels"
+    )
 
 
 class Estimates(Record):

@@ -128,8 +128,7 @@ class Twin:
             if rest.min() > 0.9 * rest[0, 0]:
                 return []
             best = np.unravel_index(rest.argmin(), rest.shape)
-            beyond = [(table[best] / table[0, 0] - 1) * np.log(self.classes) for table in robust]
-            found = [c for c in range(self.classes) if beyond[c] * self.n[c] > np.log(19)]
+            found = [c for c, table in enumerate(robust) if table[best] > table[0, 0]]
         return found
 
     def nats(self):

@@ -60,6 +60,8 @@ def test_names_that_do_not_describe_their_images_are_found():
     changed[[2, 7]] = texts[[7, 2]]
     classifier = taught("bayes", images, labels, changed)
     assert classifier.misnamed == ["class 2", "class 7"]
+    fixed = taught("bayes:kappa=4,rho=0.3", images, labels, changed)
+    assert fixed.misnamed == [] and not torch.equal(fixed(images), classifier(images))
     classifier.rename_class("class 2", "right", texts[2])
     assert classifier.misnamed == ["class 7"]
     assert taught("bayes", images, labels, texts[torch.randperm(12)]).misnamed == [], "no name is an exception"
