@@ -49,9 +49,9 @@ PAIRS = 30.0  # pairs of classes that count as much as `IMAGE_TEMPERATURE`; on s
 # names, noisy or not, 1.4 to 2.8 have about the same log-loss on held-out images of four sets.
 TEXT_WEIGHT = 2.0
 LEAST_TOLD = 0.1  # share of the log-loss that names must explain, so that one that explains nothing is an exception
-# Place of a share of wrong labels, 0.225, with which a few wrong labels do not make a name look wrong. If a fifth of
-# the names is exchanged, 88 to 98 % of them are found on the streams that chose the rule, and 0 to 2 % of right names.
-ROBUST = 5
+# Nats by which the images of a class must be less likely by its name than by chance: 1 of 5 names may be wrong.
+BEYOND = math.log(4.0)
+ROBUST = 5  # place of a share of wrong labels, 0.225, with which a few wrong labels do not make a name look wrong
 # The tensors from which `Fit` is computed.
 FITTED = ("text_embeds", "sums", "counts", "scatter", "freedom")
 
@@ -366,8 +366,8 @@ class BayesRule(ClassSums):
     def misnamed(self, state: State) -> Tensor:
         """Return which names do not describe their images and are left out, (C,) in bool.
 
-        By the texts alone, the images of such a class are less likely than if all classes were equally likely,
-        although a fifth of the labels may be wrong. omega and the scale are those that suit the
+        By the texts alone, the images of such a class are less likely, by a factor of 4 or more, than if all classes
+        were equally likely, although a fifth of the labels may be wrong. omega and the scale are those that suit the
         other classes best. If all names together say nearly nothing, no name is an exception. With fixed kappa and
         rho, no name is left out, so that the solution does not depend on the order of the classes.
         """
@@ -380,7 +380,8 @@ class BayesRule(ClassSums):
                 if not len(table) or float(losses.min()) > (1 - LEAST_TOLD) * float(losses[0, 0]):
                     return torch.zeros_like(found)
                 omega, scale = torch.unravel_index(losses.argmin(), losses.shape)
-                found = (table[:, omega, scale] > uniform) & given & (state.shown > 0)
+                beyond = (table[:, omega, scale] / uniform.clamp_min(1e-300) - 1) * state.shown.to(table)
+                found = (beyond * math.log(max(2, state.classes)) > BEYOND) & given & (uniform > 0)
             return found
 
         if "auto" not in (self.kappa, self.rho):

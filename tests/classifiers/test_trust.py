@@ -99,6 +99,6 @@ def test_estimate_is_corrected_for_wrong_labels():
         "1 of 3 classes: 'a'",
         "about 3 % of the labels look wrong (1.0 to 5.0 %)",
         "--group",
-        "images: 'b'",
+        "does not use them: 'b'",
     ):
         assert words in text
