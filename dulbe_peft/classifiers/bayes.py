@@ -485,52 +485,6 @@ class BayesRule(ClassSums):
         fit: Fit = state.derived(f"fit {features}", make, of=FITTED)
         return fit
 
-    def _image_temperature(self, state: State, features: int) -> float:
-        """Return the usual T of the scores by the images alone.
-
-        If no class has two images, it follows `Fit.spread`: T^2 is the mean of `LONE_SPREAD`^2 spread^2 / d over the
-        C (C - 3) / 2 pairs of classes that can differ, and of `PAIRS` pairs with `IMAGE_TEMPERATURE`^2.
-        """
-        fit, pairs = self._fit(state, features), max(0, state.classes * (state.classes - 3) // 2)
-        if not fit.lone:
-            return IMAGE_TEMPERATURE
-        squares = LONE_SPREAD**2 * fit.spread(USUAL_RHO) / len(fit.values)
-        return math.sqrt((squares + PAIRS * IMAGE_TEMPERATURE**2) / (pairs + PAIRS))
-
-    def _usual_temperatures(
-        self, state: State, features: int, rho: float, kappas: Sequence[float] = ()
-    ) -> list[float]:
-        """Return T for each kappa, by default each of the table, if no image can be left out.
-
-        The errors of the images' and of the texts' scores add up like random errors with `Fit.correlation`.
-        """
-        fit, by_texts, common, found = self._fit(state, features), 0.0, 0.0, []
-        own = self._image_temperature(state, features)
-        if float(state.by_text[:, 0, 0, 0].sum()):
-            by_texts = fit.slope(rho) / state.derived("text scale", lambda: self._text_scale(state))
-            common = state.derived(
-                "correlation", lambda: self._fit(state, 0).correlation(USUAL_RHO, self._omega(state))
-            )
-        for share in map(fit.share, kappas or self.kappas):
-            images, texts = share * own, (1 - share) * by_texts
-            found.append(math.sqrt(images**2 + texts**2 + 2 * common * images * texts))
-        return found
-
-    def _fit(self, state: State, features: int) -> Fit:
-        """Return the fit to the unit features and the first `features` random features, without misnamed texts."""
-        return self._with_all_names(state, features).without_texts(self.misnamed(state))
-
-    def _with_all_names(self, state: State, features: int) -> Fit:
-        """Return the same fit with all names."""
-        width = self.embed_dim + self.text_dim + features
-
-        def make() -> Fit:
-            means = state.sums[:, :width] / state.counts.to(state.sums)[:, None]
-            return self._fitted(state, means, state.counts, state.scatter[:width, :width], int(state.freedom))
-
-        fit: Fit = state.derived(f"fit {features}", make, of=FITTED)
-        return fit
-
     def _unused(self, state: State) -> Tensor:
         """Return which names are left out, (C,) in bool: the misnamed ones, and none for fixed settings."""
         return self.misnamed(state) & ("auto" in (self.kappa, self.rho))
