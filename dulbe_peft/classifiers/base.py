@@ -433,11 +433,11 @@ class Classifier(nn.Module):
 
         rule, records = self.rule, self.calibration
         if scores is not None:
-            logits, own, parts = scores
+            logits, own, parts, _ = scores
             at = partial(rule.temperature, state)
             records = calibration.calibrated(records, logits, own, labels, at, parts)
         known, heat = self.novelty_tasks, rule.temperature(state, records)
-        measured = novelty.judged(rule, state, known, images, labels, heat, groups)
+        measured = novelty.judged(rule, state, known, images, labels, heat, groups, scores)
         warning = "" if self._warned else rule.warning(state)
         if warning:
             warnings.warn(warning, stacklevel=3)

@@ -60,9 +60,10 @@ class Sums:
         left, sums = self.counts - gone, self.means * self.counts[:, None]
         means = (sums - torch.zeros_like(sums).index_add(0, labels, images)) / left.clamp_min(1)[:, None]
         changed = gone > 0
-        before = (self.means * self.counts.sqrt()[:, None])[changed]
-        after = (means * left.sqrt()[:, None])[changed]
-        scatter = self.scatter - images.T @ images + before.T @ before - after.T @ after
+        before = self.means[changed] * self.counts[changed, None].sqrt()
+        after = means[changed] * left[changed, None].sqrt()
+        rows, signed = torch.cat([images, after, before]), torch.cat([images, after, -before])
+        scatter = torch.addmm(self.scatter, rows.T, signed, alpha=-1)
         freedom = self.freedom - len(images) + int(((left < 1) & (self.counts > 0)).sum())
         kept = left > 0
         if classes is not None:
@@ -79,14 +80,15 @@ class Evidence:
         self.middle = sums.means.mean(dim=0)
         self.factor = torch.linalg.cholesky(noise(sums, sums.means - self.middle))
         means = self._whitened(sums.means)
-        texts = means[:0] if sums.texts is None else (sums.texts - sums.texts.mean(dim=0)) @ self.factor
-        basis = torch.eye(width).to(means)
+        texts, turned = means[:0] if sums.texts is None else sums.texts - sums.texts.mean(dim=0), self.factor
+        basis, rows = None, means
         if len(means) + len(texts) < width:  # they span only a subspace, and all directions outside it are alike
-            basis = torch.linalg.qr(torch.cat([means, texts]).T).Q
-            means, texts = means @ basis, texts @ basis
-        covariance = means.T @ means / max(1, classes - 1)
+            basis = torch.linalg.qr(torch.cat([means, texts @ turned]).T).Q
+            rows, turned = means @ basis, turned @ basis
+        covariance = rows.T @ rows / max(1, classes - 1)
         values, vectors = torch.linalg.eigh(covariance)
-        self.basis, means, texts = basis @ vectors, means @ vectors, texts @ vectors
+        self.basis = vectors if basis is None else basis @ vectors
+        means, texts = rows @ vectors, texts @ (turned @ vectors)
         share = min(1.0, oas_shrinkage(covariance, max(1, classes - 1), width))
         beside = share * float(values.sum()) / width - float((1 / counts).mean())
         self.between, self.beside = ((1 - share) * values + beside).clamp_min(LEAST), max(LEAST, beside)
@@ -96,7 +98,7 @@ class Evidence:
         self.centres = prior + heavy / (1 + heavy) * (means - prior)
         self.precise = 1 / (1 + between / (1 + heavy))
         self.others = 1 / (1 + beside / (1 + counts[:, 0] * beside))
-        self.rest = width - basis.shape[1]
+        self.rest = width - len(values)
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return the evidence, (n,), float64, of unit features, (n, d)."""

@@ -72,7 +72,7 @@ class LdaRule(ClassSums):
         images, labels, groups = some_left_out(images.to(state.sums), labels, groups, state.counts, MOST_JUDGED)
         if not len(images) or state.classes < 2:
             return state, None
-        return state, LeftOut(self.left_out(state, images, labels, groups), labels, groups)
+        return state, LeftOut(self.left_out(state, images, labels, groups), labels, groups, images)
 
     def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the leave-one-out scores in float64; see `Rule.left_out`.

@@ -8,9 +8,10 @@ texts that describe the classes well recognise unknown classes best, and otherwi
 
 The weights are Fisher's, with w >= 0: a least-squares fit of -1 to the images of each task as if they had not been
 learned, and of 1 to the same images as if their classes had not been learned. The sums are exact, so both cases are
-computed from sums without a tenth of the images, or of the classes, at a time. Images of one class are similar, so all
-images of a class count as one observation. A prior counts as a further observation. With few classes, the prior keeps
-the weights equal in units of a standard deviation.
+computed from sums without a tenth of the images, or of the classes, at a time. Of a task with more than
+`MOST_CLASSES`, only about so many are left out. Images of one class are similar, so all images of a class count as one
+observation. A prior counts as a further observation. With few classes, the prior keeps the weights equal in units of a
+standard deviation.
 
 Reference:
     Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution Examples in Neural Networks",
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,12 +41,14 @@ from dulbe_peft.classifiers.calibration import (
 )
 from dulbe_peft.classifiers.evidence import Evidence, Sums
 from dulbe_peft.classifiers.groups import in_parts, some_left_out, together
-from dulbe_peft.classifiers.rule import Rule
+from dulbe_peft.classifiers.rule import LeftOut, Rule
 from dulbe_peft.classifiers.state import State
 
 NEEDED = {"sums", "counts", "scatter", "freedom"}  # buffers, as in `ClassSums`
 MOST_JUDGED = 1000  # left-out images per task
 PARTS = 10  # parts into which images, or classes, are divided to be left out
+LEAST_PARTS = 3  # for images, if only some are judged; each part costs a decomposition
+MOST_CLASSES = 300  # left-out classes per task, rounded up to whole parts
 SURE = 6.0  # limit of the log-odds, either way; few tasks have enough images to support larger ones
 # The prior weight: that of a sign in which known and unknown images differ by half a standard deviation. If no class
 # has two images, the evidence of known images is assumed to be lower by this much.
@@ -132,10 +136,12 @@ def judged(
     labels: Tensor,
     temperature: float,
     groups: Tensor | None = None,
+    left: LeftOut | None = None,
 ) -> tuple[TaskNovelty, ...]:
     """Return the records of the tasks, with one added for learned `images`, (n, d), if it can be computed.
 
     `before` are the records of earlier tasks, `labels` index all classes, and `temperature` is the classifier's.
+    `left` are left-out scores, which are used if they are those of the same images.
     Images are left out together with their group, (n,). If this is possible for no class, because no class has two
     images or groups, only classes are left out. Evidence and nearest text then get weights, and the novelties of known
     images stay empty.
@@ -147,14 +153,18 @@ def judged(
     several = bool((sums.counts[labels] > together(labels, groups)).any())
     counts = sums.counts if several else sums.counts + len(labels)  # then any image is taken, since none is left out
     chosen, row_labels, row_groups = some_left_out(images, labels, groups, counts, MOST_JUDGED)
-    out = in_parts(row_labels, row_groups, min(PARTS, len(row_labels)), counts)
-    if row_groups is not None:
-        can = out >= 0
-        chosen, row_labels, row_groups, out = chosen[can], row_labels[can], row_groups[can], out[can]
+    # If only some images are judged, fewer parts suffice to leave out at most a tenth of all images at a time.
+    number = max(LEAST_PARTS, -(-PARTS * len(row_labels) // len(labels)))
+    out = in_parts(row_labels, row_groups, min(number, len(row_labels)), counts)
+    chosen, row_labels, row_groups, out = _rows(out >= 0, chosen, row_labels, row_groups, out)
     parts = parted(row_labels, len(sums.counts))
+    classes, number = len(row_labels.unique()), int(parts.max()) + 1
+    missed = parts[row_labels] < -(-MOST_CLASSES * number // classes)  # images that are judged without their class
+    if not several:
+        chosen, row_labels, row_groups, out, missed = _rows(missed, chosen, row_labels, row_groups, out, missed)
 
     def evidences() -> tuple[Tensor, Tensor | None]:
-        unknown = classes_out(sums, images, labels, chosen, row_labels, parts)
+        unknown = classes_out(sums, images, labels, chosen[missed], row_labels[missed], parts)
         return unknown, images_out(sums, chosen, row_labels, out) if several else None
 
     try:
@@ -162,35 +172,47 @@ def judged(
     except torch.linalg.LinAlgError:  # with views or mapped features, the sums do not contain these images exactly
         return before
     texts, shares = by_text(chosen, sums), class_shares(row_labels, labels)
-    scores = None if known is None else rule.left_out(state, chosen, row_labels, row_groups)
+    scores = None
+    if several:
+        same = left is not None and left.images is not None and torch.equal(left.images, chosen)
+        scores = left.scores if left and same else rule.left_out(state, chosen, row_labels, row_groups)
     # An image whose class is left out can be near to fewer classes. For a fair comparison, the same number of other
     # classes is left out when the image's own class stays.
     place = parts[row_labels][:, None]
-    here, number = parts == place, int(parts.max()) + 1
+    here = parts == place
     other = parts == (place + 1) % number if number > 1 else here.roll(1, dims=1)
     if known is None:
         known = unknown - unknown.std(correction=0) / 2
     nothing = torch.zeros(len(row_labels), 1).to(unknown)  # the same odds for all images, so that they get no weight
-    both = [
-        signs(
-            evidence,
-            nothing if scores is None else without(scores.to(unknown) / temperature, gone),
-            None if texts is None else without(texts, gone),
-        )
-        for evidence, gone in ((known, other), (unknown, here))
-    ]
-    means, weights = [shares @ values / shares.sum() for values in both], torch.cat([shares, shares])[:, None]
+    logits = nothing if scores is None else scores.to(unknown) / temperature
+
+    def of(rows: Tensor, evidence: Tensor, gone: Tensor) -> Tensor:
+        kept = logits[rows] if scores is None else without(logits[rows], gone[rows])
+        return signs(evidence, kept, None if texts is None else without(texts[rows], gone[rows]))
+
+    each = torch.ones_like(missed), missed
+    both = [of(*side) for side in zip(each, (known, unknown), (other, here), strict=True)]
+    weights = [shares[rows] / shares[rows].sum() / 2 for rows in each]
+    means = [2 * part @ values for part, values in zip(weights, both, strict=True)]
     away = torch.cat(both) - sum(means) / 2
-    products = (weights * away).T @ away / weights.sum()
+    products = (torch.cat(weights)[:, None] * away).T @ away
     fields = {name: tuple(part.flatten().tolist()) for name, part in zip(SIGNS, (*means, products), strict=True)}
-    task = TaskNovelty(images=len(chosen), classes=len(row_labels.unique()), **fields)  # type: ignore[arg-type]
+    task = TaskNovelty(images=len(chosen), classes=classes, **fields)  # type: ignore[arg-type]
     if several:
-        weights = weights_of((*before, task)).to(unknown)
-        known, unknown = (evenly(each @ weights, shares, row_groups) for each in both)
+        combined = weights_of((*before, task)).to(unknown)
+        known, unknown = (
+            evenly(values @ combined, shares[rows], *_rows(rows, row_groups))
+            for rows, values in zip(each, both, strict=True)
+        )
         area = (unknown[:, None] > known).double().mean() + (unknown[:, None] == known).double().mean() / 2
         kept = {"novelties": tuple(known.tolist()), "unfamiliar": tuple(unknown.tolist())}
         task = task.model_copy(update={**kept, "area": float(area)})
     return (*before, task)[-KEPT:]
+
+
+def _rows(chosen: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """Return the chosen rows of each tensor, (n, ...)."""
+    return tuple(tensor if tensor is None else tensor[chosen] for tensor in tensors)
 
 
 @contextmanager
@@ -239,7 +261,7 @@ def classes_out(sums: Sums, images: Tensor, labels: Tensor, rows: Tensor, row_la
     `images` and `labels` are all of the task's; `row_labels`, (n,), are the classes of `rows`.
     """
     evidence = torch.zeros(len(rows)).to(rows)
-    for part in range(int(parts.max()) + 1):
+    for part in parts[row_labels].unique():
         classes = (parts == part).nonzero()[:, 0]
         of_part, here = torch.isin(labels, classes), torch.isin(row_labels, classes)
         evidence[here] = Evidence(sums.without(images[of_part], labels[of_part], classes))(rows[here])

@@ -41,11 +41,15 @@ SUMS = {"counts": 1.0, "sums": 1.0, "lengths": 1.0, "scatter": 1.0, "gram": 1.0,
 
 
 class LeftOut(NamedTuple):
-    """Scores, (n, C), of images by a classifier that had not learned them, their labels and their groups, (n,)."""
+    """Scores, (n, C), of images by a classifier that had not learned them, their labels and their groups, (n,).
+
+    `images`, (n, d), are given if the scores are exactly those of `Rule.left_out`, which then need not be repeated.
+    """
 
     scores: Tensor
     labels: Tensor
     groups: Tensor | None = None
+    images: Tensor | None = None
 
 
 def projected_and_linear(z: torch.Tensor, projection: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ import numpy as np
 import sklearn.datasets
 import torch
 from PIL import Image
+from scipy import stats
 from transformers import AutoModelForImageClassification
 
 from dulbe_peft.arguments import LearnerArguments
@@ -34,13 +35,24 @@ CLASSIFIERS = ("lda", "prototype")
 Answer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class Encoded(NamedTuple):
-    """Features, (n, d), answers, (n,), how many files were decoded smaller, and the CPU seconds of reading."""
+class Model(NamedTuple):
+    """A model under its name, and its `answering`."""
 
-    features: torch.Tensor
-    answers: torch.Tensor
-    smaller: int
-    seconds: float
+    name: str
+    clip: Any
+    processor: Any
+    answer: Answer
+
+
+class Encoded:
+    """Features, (n, d), answers, (n,), which files were decoded smaller, and the CPU seconds of reading."""
+
+    def __init__(self) -> None:
+        self.features, self.answers, self.smaller, self.seconds = [], [], [], 0.0
+
+    features: list[torch.Tensor]
+    answers: list[torch.Tensor]
+    smaller: list[bool]
 
 
 class File(NamedTuple):
@@ -57,21 +69,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--models", nargs="+", default=["demo"], help="folders or Hub ids of models")
     options.add_argument("--times", nargs="+", type=float, default=[3, 4, 6])
     options.add_argument("--crops", type=int, default=8, help="crops of each photograph of twice as many pixels")
+    options.add_argument("--shares", nargs=2, type=float, default=[0.6, 0.6], help="least and largest side of crops")
     values = common.parse(options, argv)
     rows: list[dict[str, Any]] = []
     folder = Path(values.folder or Path(sklearn.datasets.__file__).parent / "images")
-    files = list(written(folder, values.crops, LEAST if values.folder else 100_000))
+    files = written(folder, values.crops, values.shares, LEAST if values.folder else 100_000)
+    models = []
     for name in values.models:
         clip, processor = load_dual_encoder(name)
-        results = encoded(files, clip.eval(), processor, answering(name, clip, processor), values.times)
-        for times in values.times:
-            rows += compared(f"{times:g} times, {Path(name).name}", files, results[0], results[times])
-            print(*rows[-6:], sep="\n", flush=True)
+        models.append(Model(Path(name).name, clip.eval(), processor, answering(name, clip, processor)))
+    kinds, results = encoded(files, models, values.times)
+    for model, of in zip(models, results, strict=True):
+        rows += [row for times in values.times for row in compared(f"{times:g} times, {model.name}", kinds, of, times)]
+    if len(models) > 1:
+        rows += [together(f"{times:g} times", results, times) for times in values.times]
     values.models = [Path(name).name for name in values.models]
     common.write("scaled", values, argv, rows)
 
 
-def written(folder: Path, crops: int, least: int) -> Iterator[File]:
+def written(folder: Path, crops: int, shares: Sequence[float], least: int) -> Iterator[File]:
     """Yield the photographs of a folder as JPEG files, without copies of other sizes, and crops of the large ones."""
     seen, random = set[bytes](), np.random.default_rng(0)
     for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in image_suffixes()):
@@ -84,9 +100,12 @@ def written(folder: Path, crops: int, least: int) -> Iterator[File]:
             continue
         seen.add(look)
         yield File(as_file(image.crop((0, 0, image.width // 8 * 8, image.height // 8 * 8))), len(seen) - 1, -1)
-        share = max(0.6, (least / (image.width * image.height)) ** 0.5)
-        width, height = (min(n // 8 * 8, int(share * n) // 8 * 8 + 8) for n in image.size)
         for number in range(crops if image.width * image.height >= 2 * least else 0):
+            low, high = shares
+            share = max(
+                random.uniform(low, high) if low < high else low, (least / (image.width * image.height)) ** 0.5
+            )
+            width, height = (min(n // 8 * 8, int(share * n) // 8 * 8 + 8) for n in image.size)
             left, top = random.integers(image.width - width + 1), random.integers(image.height - height + 1)
             part = image.crop((int(left), int(top), int(left) + width, int(top) + height))
             yield File(as_file(part), len(seen) - 1, number)
@@ -101,23 +120,30 @@ def as_file(image: Image.Image) -> bytes:
 
 @torch.no_grad()
 def encoded(
-    files: Sequence[File], clip: Any, processor: Any, answer: Answer, scales: Sequence[float]
-) -> dict[float, Encoded]:
-    """Return what the model makes of whole images (0) and of images decoded at each scale."""
-    side, results = image_shape(clip, processor)[-1], {}
-    for times in (0, *scales):
-        seconds, smaller, features, answers = 0.0, 0, [], []
-        for file in files:
-            start = time.process_time()
-            needed = max(int(times * side), LEAST_SIDE) if times else 0
-            image, header = decode_file("", file.content, needed)
-            pixels = pixel_values(processor, image)
-            seconds += time.process_time() - start
-            smaller += max(image.size) < max(header.size)
-            features.append(unit_image_embeds(clip, pixels[None]))
-            answers.append(answer(pixels[None], features[-1]))
-        results[times] = Encoded(torch.cat(features), torch.cat(answers), smaller, seconds)
-    return results
+    files: Iterator[File], models: Sequence[Model], scales: Sequence[float]
+) -> tuple[list[tuple[int, int]], list[dict[float, Encoded]]]:
+    """Return photograph and crop of each file, and what each model makes of whole images (0) and at each scale."""
+    kinds, results = [], [{times: Encoded() for times in (0, *scales)} for _ in models]
+    for file in files:
+        kinds.append((file.photograph, file.crop))
+        for model, of in zip(models, results, strict=True):
+            side = image_shape(model.clip, model.processor)[-1]
+            for times, found in of.items():
+                start = time.process_time()
+                needed = max(int(times * side), LEAST_SIDE) if times else 0
+                image, header = decode_file("", file.content, needed)
+                pixels = pixel_values(model.processor, image)
+                found.seconds += time.process_time() - start
+                found.smaller.append(max(image.size) < max(header.size))
+                if times and not found.smaller[-1]:  # the same pixels
+                    found.features.append(of[0].features[-1])
+                    found.answers.append(of[0].answers[-1])
+                else:
+                    found.features.append(unit_image_embeds(model.clip, pixels[None]))
+                    found.answers.append(model.answer(pixels[None], found.features[-1]))
+        if len(kinds) % 100 == 0:
+            print(len(kinds), *(together(f"{times:g}", results, times) for times in scales), flush=True)
+    return kinds, results
 
 
 @torch.no_grad()
@@ -134,22 +160,45 @@ def answering(path: str, clip: Any, processor: Any) -> Answer:
     return lambda pixels, _: model(pixel_values=pixels).logits.argmax(dim=1)
 
 
-def compared(where: str, files: Sequence[File], whole: Encoded, scaled: Encoded) -> list[dict[str, Any]]:
+def different(results: dict[float, Encoded], times: float) -> tuple[int, int]:
+    """Return how many of the images that were decoded smaller have another answer, and their number."""
+    answers = (torch.cat(results[each].answers) for each in (0, times))
+    changed = [first != last for first, last in zip(*(each.tolist() for each in answers), strict=True)]
+    return sum(changed), sum(results[times].smaller)
+
+
+def together(where: str, models: Sequence[dict[float, Encoded]], times: float) -> dict[str, Any]:
+    """Return the row of all models together, with the 95 % interval of Clopper and Pearson."""
+    each = [different(results, times) for results in models]
+    changed, number = (sum(column) for column in zip(*each, strict=True))
+    low = stats.beta.ppf(0.025, number - changed, changed + 1) if number else 0.0
+    high = stats.beta.ppf(0.975, number - changed + 1, changed) if changed else 1.0
+    unit = f"% of {number}, 95 % interval {100 * low:.2f} to {100 * high:.2f}"
+    what = f"{where}, {len(models)} models: equal answers of the images that were decoded smaller"
+    value = round(100 * (1 - changed / number), 3) if number else None
+    return common.value_row(what, value, unit, "at least 99.8")
+
+
+def compared(
+    where: str, kinds: Sequence[tuple[int, int]], results: dict[float, Encoded], times: float
+) -> list[dict[str, Any]]:
     """Return the rows of one model and scale."""
-    cosines, count = (whole.features * scaled.features).sum(dim=1), len(files)
-    equal = 100 * float((whole.answers == scaled.answers).float().mean())
-    decoded = f"{count} images, {scaled.smaller} decoded smaller"
+    seconds = [results[each].seconds for each in (times, 0)]
+    whole, scaled = (torch.cat(results[each].features) for each in (0, times))
+    cosines, count, (changed, smaller) = (whole * scaled).sum(dim=1), len(kinds), different(results, times)
+    decoded = f"{count} images, {smaller} decoded smaller"
+    equal = round(100 * (1 - changed / count), 2)
     rows = [
-        common.value_row(f"{where}: equal answers, {decoded}", round(equal, 2), "%", "at least 99.8"),
+        common.value_row(f"{where}: equal answers, {decoded}", equal, "%", "at least 99.8"),
         common.value_row(f"{where}: least cosine", round(float(cosines.min()), 5), ""),
         common.value_row(f"{where}: mean cosine", round(float(cosines.mean()), 6), ""),
-        common.value_row(f"{where}: CPU time of reading", common.rounded(scaled.seconds / whole.seconds), "of whole"),
+        common.value_row(f"{where}: CPU time of reading", common.rounded(seconds[0] / seconds[1]), "of whole"),
     ]
-    crops, labels = (np.array(column) for column in list(zip(*files, strict=True))[:0:-1])
+    crops, labels = (np.array(column) for column in list(zip(*kinds, strict=True))[::-1])
     learned, tested = (crops >= 0) & (crops % 2 == 0), (crops >= 0) & (crops % 2 == 1)
     for name in CLASSIFIERS if tested.any() else ():
         right, answers = [], []
-        for features in (whole.features.numpy(), scaled.features.numpy()):
+        for features in (whole.numpy(), scaled.numpy()):
             fitted = FeatureClassifier(name).fit(features[learned], labels[learned])
             answers.append(fitted.predict(features[tested]))
             right.append(100 * float(np.mean(answers[-1] == labels[tested])))
