@@ -11,10 +11,11 @@ import shutil
 import sqlite3
 import sys
 import tempfile
+import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -29,9 +30,11 @@ VARIABLE = "DULBE_PEFT_STORE"  # environment variable that names another file th
 PICTURES = "DULBE_PEFT_STORE_PICTURES"  # environment variable; with 0, the store contains no small pictures
 APPLICATION, VERSION = 0x44754C42, 2  # application_id and user_version in the file's SQLite header
 WAIT = 60.0  # seconds to wait for another process that writes
+DAY = 24 * 60 * 60  # seconds
 _QUERY_SIZE = 500  # images in one query
 _TABLE = """CREATE TABLE features
     (way BLOB, content BLOB, embedding BLOB, checksum INTEGER, UNIQUE (way, content))"""
+_USED = "CREATE TABLE IF NOT EXISTS used (content BLOB PRIMARY KEY, day INTEGER)"
 _GLANCES = "CREATE TABLE IF NOT EXISTS glances (content BLOB PRIMARY KEY, record BLOB, checksum INTEGER)"
 # Network file systems on which SQLite's locks do not reach other machines: with one of these mount options, or always.
 _NO_LOCKS = {"nfs": ("nolock", "local_lock=all", "local_lock=posix"), "cifs": ("nobrl",), "smb3": ("nobrl",)}
@@ -66,6 +69,18 @@ def open_store(use: bool) -> "FeatureStore":
     return FeatureStore(store_path() if use else None)
 
 
+class Pruned(NamedTuple):
+    """How many features and pictures `FeatureStore.prune` removed, and by how many bytes the file became smaller.
+
+    `why` says why it could not become smaller, or is empty.
+    """
+
+    features: int
+    pictures: int
+    bytes: int
+    why: str = ""
+
+
 class FeatureStore:
     """Features by content, in a file that several processes can read and write at once.
 
@@ -77,6 +92,7 @@ class FeatureStore:
         self.private = path is None
         self.path = path or Path()
         self._had = dict[bytes, bool]()
+        self._marked = set[bytes]()  # images whose use is recorded
         self.warned_of_damage = False  # one warning is enough, since new features replace damaged ones
 
     def get(self, key: EncoderKey, contents: Sequence[bytes | None]) -> dict[bytes, np.ndarray]:
@@ -97,7 +113,51 @@ class FeatureStore:
                 self.warned_of_damage = True
             return {content: np.frombuffer(embedding, dtype="<f4") for content, embedding, _ in intact}
 
-        return self._with_database(read, {})
+        found = self._with_database(read, {})
+        with suppress(sqlite3.Error, OSError, ValueError):  # a file that can only be read is useful, too
+            if new := found.keys() - self._marked:
+                with self._opened() as database:
+                    database.execute("BEGIN IMMEDIATE")
+                    self._mark(database, new)
+                    database.execute("COMMIT")
+        return found
+
+    def _mark(self, database: sqlite3.Connection, contents: Iterable[bytes]) -> None:
+        """Record that the images are used today."""
+        day, rows = int(time.time() // DAY), [*contents]
+        newer = "ON CONFLICT (content) DO UPDATE SET day = excluded.day WHERE day < excluded.day"
+        database.execute(_USED)
+        database.executemany(f"INSERT INTO used VALUES (?, ?) {newer}", [(content, day) for content in rows])
+        self._marked.update(rows)
+
+    def prune(self, days: int) -> Pruned:
+        """Remove what is kept of images that no command has used in the last `days` days; 0 removes everything.
+
+        Other processes may use the file meanwhile. They encode again what they miss. Raises an `OSError` if the file
+        cannot be used.
+        """
+        if not self.path.is_file():
+            return Pruned(0, 0, 0)
+        before, why = self.path.stat().st_size, ""
+        unused = "WHERE content NOT IN (SELECT content FROM used WHERE day > ?)"
+        try:
+            with self._opened() as database:
+                database.execute("BEGIN IMMEDIATE")
+                database.execute(_USED)
+                database.execute(_GLANCES)
+                last = int(time.time() // DAY) - days - 1 if days else sys.maxsize
+                features, pictures, _ = (
+                    database.execute(f"DELETE FROM {table} {unused}", [last]).rowcount
+                    for table in ("features", "glances", "used")
+                )
+                database.execute("COMMIT")
+                try:
+                    database.execute("VACUUM")
+                except sqlite3.Error as error:
+                    why = str(error)
+        except (sqlite3.Error, ValueError) as error:
+            raise OSError(f"the feature store {self.path} cannot be pruned: {error}") from error
+        return Pruned(features, pictures, before - self.path.stat().st_size, why)
 
     def had(self, key: EncoderKey) -> bool:
         """Return whether the store had any features with this key when this was first asked."""
@@ -118,6 +178,7 @@ class FeatureStore:
         def write(database: sqlite3.Connection) -> None:
             database.execute("BEGIN IMMEDIATE")
             database.executemany("INSERT OR REPLACE INTO features VALUES (?, ?, ?, ?)", rows)
+            self._mark(database, (content for _, content, *_ in rows))
             database.execute("COMMIT")
 
         self._with_database(write, None)

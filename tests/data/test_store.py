@@ -7,6 +7,8 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -22,6 +24,7 @@ from small_runs import learner_of
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.data import store as stores
 from dulbe_peft.data.folders import ImageFolder
+from dulbe_peft.data.glance import Glance, Header
 from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.data.store import EncoderKey, FeatureStore, store_path
 from dulbe_peft.encoders.encoder import CPU_BATCH
@@ -479,3 +482,71 @@ def test_store_keeps_small_pictures_unless_they_are_switched_off(photos, base, t
                 database.execute("UPDATE glances SET record = x'00'")
                 database.commit()
             assert FeatureStore(store.path).glance(content) is None, "a damaged row is not used"
+
+
+def test_prune_removes_what_was_not_used_lately_and_nothing_else(tmp_path, monkeypatch, capsys):
+    contents, features = some_features(3000)
+    path, key, old = tmp_path / "s" / "features.sqlite", EncoderKey("a", "float32", "torch"), time.time()
+    monkeypatch.setenv(stores.VARIABLE, str(path))
+    call("features", "--prune", 0)
+    assert "0 features and 0 pictures removed, 0.0 MB freed" in capsys.readouterr().err and not path.parent.exists()
+    glance = Glance(Header((8, 8), 1, None), bytes(256), bytes(5000))
+    first = FeatureStore(path)
+    first.put(key, contents, features)
+    first.put_glances(dict.fromkeys(contents, glance))
+    monkeypatch.setattr(stores.time, "time", lambda: old + 40 * stores.DAY)
+    second = FeatureStore(path)
+    assert len(second.get(key, contents[:1000])) == 1000
+    call("features", "--prune", 40)
+    assert "0 features and 0 pictures removed" in capsys.readouterr().err, "all were used 40 days ago"
+    size = path.stat().st_size
+    call("features", "--prune", 30)
+    freed = (size - path.stat().st_size) / 1e6
+    said = f"{path}: 2000 features and 2000 pictures removed, {freed:.1f} MB freed"
+    assert said in capsys.readouterr().err and freed > 10
+    assert second.get(key, contents).keys() == set(contents[:1000]) and second.glance(contents[0]) == glance
+    assert second.glance(contents[-1]) is None
+    second.put(key, contents, features)  # an open store goes on
+    assert np.array_equal(second.get(key, contents)[contents[-1]], features[-1])
+    call("features", "--prune", 0)
+    assert second.get(key, contents) == {} and second.facts()[0] == 0 and path.stat().st_size < 2**17
+
+
+def test_prune_beside_another_process_loses_nothing_new(tmp_path):
+    """A reader holds the file, so that it cannot shrink; then a writer does, and pruning waits for it."""
+    contents, features = some_features()
+    store, key = FeatureStore(tmp_path / "f.sqlite"), EncoderKey("a", "float32", "torch")
+    store.put(key, contents[:20], features[:20])
+    with closing(sqlite3.connect(store.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        other.execute("INSERT INTO features SELECT way, ?, embedding, checksum FROM features LIMIT 1", [contents[20]])
+        other.execute("INSERT INTO used VALUES (?, 99999)", [contents[20]])
+        timer = threading.Timer(0.3, lambda: None)
+        timer.start()
+        pruning = threading.Thread(target=store.prune, args=[9])
+        pruning.start()
+        timer.join()
+        assert pruning.is_alive()
+        other.execute("COMMIT")
+        pruning.join()
+        assert other.execute("SELECT count(*) FROM features").fetchone() == (21,)
+
+
+def test_prune_of_a_file_that_is_no_store_is_an_error(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "mine.sqlite"
+    monkeypatch.setenv(stores.VARIABLE, str(path))
+    path.write_bytes(b"something else" * 99)
+    call("features", "--prune", "0", expected=2)
+    assert f"the feature store {path} cannot be pruned" in capsys.readouterr().err
+    assert path.read_bytes() == b"something else" * 99
+    call("features", "--prune", "-1", expected=2)
+
+
+def test_a_store_that_can_only_be_read_is_still_used(tmp_path, monkeypatch, capsys):
+    contents, features = some_features()
+    store, key = FeatureStore(tmp_path / "f.sqlite"), EncoderKey("a", "float32", "torch")
+    store.put(key, contents, features)
+    other = FeatureStore(store.path)
+    monkeypatch.setattr(FeatureStore, "_mark", lambda *_: (_ for _ in ()).throw(sqlite3.OperationalError("readonly")))
+    assert len(other.get(key, contents)) == len(contents) and not other.private
+    assert not capsys.readouterr().err

@@ -6,7 +6,8 @@
 A model that is not trained encodes each image only once: run, learn, evaluate and other commands find
 the features in the store by the image's content. The table of --output is for other programs, and
 commands accept it as --data. Its embeddings have length 1. The features of a learner that was trained
-are written to the table but not stored.
+are written to the table but not stored. --prune 90 removes from the store what no command has used
+for 90 days, and --prune 0 everything.
 """
 
 import sys
@@ -15,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import click
+
 from dulbe_peft.photos.commands.options import (
     CLASS_NAMES,
     DATA,
@@ -22,6 +25,7 @@ from dulbe_peft.photos.commands.options import (
     STRICT,
     File,
     Load,
+    Option,
     command,
     learner_options,
 )
@@ -31,7 +35,32 @@ from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted
 
 
-@command(kept="encoded features are kept in the feature store")
+def prune(ctx: click.Context, _: click.Parameter, days: int | None) -> None:
+    """Remove what is old from the feature store, say what was removed, and exit."""
+    if days is None or ctx.resilient_parsing:
+        return
+    from dulbe_peft.data.store import FeatureStore, store_path
+
+    store = FeatureStore(store_path())
+    gone = store.prune(days)
+    shrunk = f"{gone.bytes / 1e6:.1f} MB freed" if not gone.why else f"the file could not be made smaller: {gone.why}"
+    what = f"{counted(gone.features, 'feature')} and {counted(gone.pictures, 'picture')} removed"
+    print(f"{store.path}: {what}, {shrunk}", file=sys.stderr)
+    ctx.exit()
+
+
+PRUNE = Option(
+    ["--prune"],
+    type=click.IntRange(min=0),
+    metavar="DAYS",
+    is_eager=True,
+    expose_value=False,
+    callback=prune,
+    help="only remove from the store what no command has used in the last DAYS days",
+)
+
+
+@command(kept="encoded features are kept in the feature store", settings=[PRUNE])
 @learner_options(optional=True)
 def features(
     learner: str | None,
