@@ -260,12 +260,17 @@ class ClassIncrementalLearner(TakesTurns):
         """Change the settings. The device and what was learned stay, and so does the precision if it is "auto".
 
         Raises:
-            ValueError: If images would be read differently from those that were learned.
+            ValueError: If images would be read differently from those that were learned, or `image_resize` differs.
         """
         if self.tasks and args.whole_images != self.args.whole_images:
             raise ValueError(
                 f"whole_images is {args.whole_images}, but this learner has learned with "
                 f"whole_images={self.args.whole_images}: make a new learner"
+            )
+        if args.image_resize != self.args.image_resize:
+            raise ValueError(
+                f"image_resize is {args.image_resize!r}, but this learner was made with {self.args.image_resize!r}: "
+                "make a new learner"
             )
         args = replace(args, precision=self.args.precision) if args.precision == "auto" else args
         self.use_state(replace(self.state, args=args))

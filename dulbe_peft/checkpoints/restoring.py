@@ -148,6 +148,12 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
             f"whole_images is {args.whole_images}, but the learner in {folder} has learned with "
             f"whole_images={not args.whole_images}: pass the same, or learn again"
         )
+    resize = saved.arguments.get("image_resize", "processor")
+    if saved.tasks and args.image_resize not in ("processor", resize):  # the saved processor resizes as it did
+        raise ValueError(
+            f"image_resize is {args.image_resize!r}, but the learner in {folder} has learned with {resize!r}: pass "
+            "the same, or learn again"
+        )
     if args.learning_rate == "auto":  # keep the rate that was chosen on the first task
         args = replace(args, learning_rate=saved.arguments["learning_rate"])
     for name, classifier in classifiers.items():

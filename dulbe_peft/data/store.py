@@ -113,7 +113,7 @@ class FeatureStore:
                 self.warned_of_damage = True
             return {content: np.frombuffer(embedding, dtype="<f4") for content, embedding, _ in intact}
 
-        found = self._with_database(read, {})
+        found: dict[bytes, np.ndarray] = self._with_database(read, {})
         with suppress(sqlite3.Error, OSError, ValueError):  # a file that can only be read is useful, too
             if new := found.keys() - self._marked:
                 with self._opened() as database:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -160,6 +161,22 @@ def test_settings_that_read_otherwise_are_refused_once_something_was_learned(lar
     made.learn_task(load_data(large), CLASSES)
     with pytest.raises(ValueError, match="has learned with whole_images=True"):
         made.change_settings(LearnerArguments())
+
+
+@pytest.mark.parametrize("resize", ["processor", "squash"])
+def test_saved_learner_resizes_as_it_learned(resize, large, tmp_path):
+    made = learner(False, image_resize=resize)
+    made.learn_task(load_data(large), CLASSES)
+    made.save_pretrained(tmp_path / "saved")
+    load = partial(ClassIncrementalLearner.from_pretrained, tmp_path / "saved")
+    expected = made.image_embeds(load_data(large))
+    for given in (None, replace(made.args, image_resize="processor"), made.args):
+        loaded = load(base_model=learner(False).clip, args=given)
+        assert torch.equal(loaded.image_embeds(load_data(large)), expected)
+    with pytest.raises(ValueError, match=f"image_resize is 'crop', but the learner in .* has learned with '{resize}'"):
+        load(base_model=learner(False).clip, args=replace(made.args, image_resize="crop"))
+    with pytest.raises(ValueError, match="image_resize is 'crop', but this learner was made with"):
+        made.change_settings(replace(made.args, image_resize="crop"))
 
 
 def test_learners_that_read_differently_are_not_merged(large, tmp_path):
