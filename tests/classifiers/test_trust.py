@@ -53,6 +53,14 @@ def test_few_classes_with_several_images_do_not_speak_for_all(spec):
     assert many.calibrated and many.doubt == "" and many.prediction_sets(images, 0.9).any()
 
 
+def test_photographs_of_one_item_say_no_more_about_a_name_than_one_of_them():
+    images, labels, texts = world(12 * [2])
+    frames, of = images.repeat(3, 1), torch.arange(len(images)).repeat(3)
+    classifier = make_classifier("bayes", 40, 30.0)
+    classifier.add_classes([f"class {n}" for n in range(12)], frames, labels.repeat(3), texts, groups=of)
+    assert classifier.shown.tolist() == 12 * [2] and taught("bayes", images, labels, texts).shown.tolist() == 12 * [2]
+
+
 def test_names_that_do_not_describe_their_images_are_found():
     images, labels, texts = world(12 * [6])
     assert taught("bayes", images, labels, texts).misnamed == []
