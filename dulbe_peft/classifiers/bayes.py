@@ -22,7 +22,7 @@ from torch import Tensor
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.calibration import TaskTemperature, log_likelihoods, penalties, places_among, worth
 from dulbe_peft.classifiers.class_sums import ClassSums
-from dulbe_peft.classifiers.groups import groups_of_classes, ranking, rows_by_group, together
+from dulbe_peft.classifiers.groups import few_items, groups_of_classes, ranking, rows_by_group, together
 from dulbe_peft.classifiers.ranpac import MOST_FEATURES, random_layer
 from dulbe_peft.classifiers.rule import LeftOut, TextDim, linear
 from dulbe_peft.classifiers.state import Layout, State, per_class, shared
@@ -231,15 +231,15 @@ class BayesRule(ClassSums):
             return torch.cat(found, dim=1)
 
         table, kappas, omega = state.losses.clone(), torch.tensor(self.kappas), self._omega(state)
-        each = torch.arange(len(truth)).to(truth)
+        each, parts = torch.arange(len(truth)).to(truth), None if groups is None else groups[judged]
+        wrong = len(WRONG) * (0.0,) if few_items(truth, parts) else WRONG  # few items say nothing about wrong labels
         for number, features in enumerate(self.numbers):
             for place, rho in enumerate(self.rhos):
                 scores = scored(features, kappas, rho, omega)
                 right = scores[:, each, truth]
                 for column, temperature in enumerate(TEMPERATURES):
                     told = right / temperature - (scores / temperature).logsumexp(dim=2)
-                    table[number, :, place, column] -= own @ log_likelihoods(told, classes, WRONG).to(own)
-        parts = None if groups is None else groups[judged]
+                    table[number, :, place, column] -= own @ log_likelihoods(told, classes, wrong).to(own)
         squares = own @ own if parts is None else own.sum() ** 2 / max(1, worth(own, parts))
         further_losses = torch.stack([own.sum(), squares])
         state = state.replaced({"losses": table, "judged": state.judged + further_losses})

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from dulbe_peft.classifiers.groups import ranking
+from dulbe_peft.classifiers.groups import few_items, ranking
 from dulbe_peft.utils.records import Fraction, Record
 
 FOLDS = 5
@@ -246,9 +246,10 @@ def fit_temperature(
     """Fit the temperature T and the share w of wrong labels to held-out logits, (n, C), with labels (n,).
 
     They maximise the sum of `log_likelihoods` less `penalties`. Tasks have the same w, so the log-likelihoods of
-    `earlier` tasks are added. All images of the same of `groups`, (n,), count as one. As in Platt's method, each
-    label is smoothed: `DOUBT` of n + 2 images counts as belonging to the strongest other class. Otherwise T would go
-    to 0 if all held-out images were classified correctly. The doubt is a prior of T and no label, so w does not apply.
+    `earlier` tasks are added. All images of the same of `groups`, (n,), count as one, and `few_items` say nothing
+    about w. As in Platt's method, each label is smoothed: `DOUBT` of n + 2 images counts as belonging to the strongest
+    other class. Otherwise T would go to 0 if all held-out images were classified correctly. The doubt is a prior of T
+    and no label, so w does not apply.
 
     With w = 0 the loss is convex in 1/T, so its derivative has one root. With a larger w, the best T is smaller.
 
@@ -272,7 +273,9 @@ def fit_temperature(
     def slope(log_temperature: float) -> float:
         return float(weights @ ((smoothed * math.exp(-log_temperature)).softmax(dim=1) * smoothed).sum(dim=1))
 
-    def likelihoods(log_temperature: float, wrong: Sequence[float] = WRONG) -> Tensor:
+    known = WRONG if not few_items(labels[:, 0], groups) else len(WRONG) * (0.0,)  # then all shares are as likely
+
+    def likelihoods(log_temperature: float, wrong: Sequence[float] = known) -> Tensor:
         factor = math.exp(-log_temperature)
         own = -(logits * factor).logsumexp(dim=1)
         told = log_likelihoods(own, classes, wrong)
@@ -281,9 +284,9 @@ def fit_temperature(
     plain = LIMIT if slope(LIMIT) >= 0 else -LIMIT if slope(-LIMIT) <= 0 else float(brentq(slope, -LIMIT, LIMIT))
     grid = [min(LIMIT, max(-LIMIT, plain - STEP * step)) for step in range(-1, STEPS)]
     table = torch.stack([*map(likelihoods, grid)])
-    known = [task for task in earlier if task.wrong]
-    told = table - penalties(WRONG, number + sum(task.worth for task in known))
-    told += torch.tensor([task.wrong for task in known], dtype=torch.float64).reshape(-1, len(WRONG)).sum(dim=0)
+    records = [task for task in earlier if task.wrong]
+    told = table - penalties(WRONG, number + sum(task.worth for task in records))
+    told += torch.tensor([task.wrong for task in records], dtype=torch.float64).reshape(-1, len(WRONG)).sum(dim=0)
     place, number = divmod(int(told.argmax()), len(WRONG))
     if number == 0:
         return plain, peaks(table)

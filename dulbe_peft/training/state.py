@@ -84,7 +84,7 @@ class Estimates(Record):
         if self.alike:
             found.append(
                 "many photographs look like one another; if they show the same items, give their groups (--group): "
-                "the estimate may be much too high"
+                "the estimate, and the accuracy on held-out ones, may be much too high"
             )
         if self.misnamed:
             found.append(about_names(self.misnamed))
@@ -255,6 +255,11 @@ class LearnerState:
 
     def doubt_of(self, classifier: Classifier) -> str:
         """Return a sentence that says why the probabilities of a classifier can be far off, or ""."""
+        if not classifier.doubt and self.estimates.alike:
+            return (
+                "many of the learned photographs look like one another; if they show the same items, probabilities of "
+                "further items are too high, and --reject refuses more of them: learn with --group"
+            )
         if classifier.doubt or not self.trained:
             return classifier.doubt
         return (

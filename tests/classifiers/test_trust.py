@@ -1,5 +1,7 @@
 """What a classifier says about its own answers: wrong labels, few classes that speak for all, and wrong names."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from taught import clusters
@@ -8,7 +10,7 @@ from torch.nn import functional as F
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.classifiers.groups import MANY_ALIKE, share_alike
 from dulbe_peft.training.estimating import corrected
-from dulbe_peft.training.state import Estimates
+from dulbe_peft.training.state import Estimates, LearnerState
 
 
 def world(each, classes=12, spread=1.0):
@@ -110,3 +112,29 @@ def test_estimate_is_corrected_for_wrong_labels():
         "does not use them: 'b'",
     ):
         assert words in text
+
+
+@pytest.mark.parametrize("spec", ["bayes", "lda"])
+def test_few_items_of_a_class_say_nothing_about_wrong_labels(spec):
+    """Items differ more than their frames, so answers on left-out items are sure and often wrong."""
+    shares = []
+    for items in (2, 8):
+        generator = torch.Generator().manual_seed(0)
+        centres = torch.randn(12, 40, generator=generator)
+        owners = torch.arange(12 * items) % 12
+        shown = centres[owners] + 2 * torch.randn(len(owners), 40, generator=generator)
+        frames = shown.repeat(6, 1) + 0.2 * torch.randn(6 * len(owners), 40, generator=generator)
+        labels, groups = owners.repeat(6), torch.arange(len(owners)).repeat(6)
+        classifier = make_classifier(spec, 40, 30.0)
+        classifier.add_classes([f"class {n}" for n in range(12)], F.normalize(frames, dim=1), labels, groups=groups)
+        shares.append(classifier.wrong_labels)
+    assert shares[0][:2] == (0, 0) and shares[0][2] > 0.5, "nothing is known"
+    assert shares[1][2] < 0.9
+
+
+def test_photographs_that_look_alike_cast_doubt_on_probabilities():
+    images, labels, _ = world(12 * [5])
+    state = SimpleNamespace(trained=False, estimates=Estimates(alike=True))
+    assert "learn with --group" in LearnerState.doubt_of(state, taught("lda", images, labels))
+    few = taught("lda", *world(12 * [1])[:2])
+    assert LearnerState.doubt_of(state, few) == few.doubt != ""

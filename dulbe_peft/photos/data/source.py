@@ -387,7 +387,7 @@ def _opened_parts(source: DataSource) -> tuple[Parts, list[tuple[str, str]], lis
         parts[split] = _with_training_labels(parts[split], train.class_names)
     if train.split is not None and folder.is_dir():
         left_out += [(str(folder / name), OF_A_SYSTEM) for name in system_folders(folder)]
-    return parts, left_out, notes + _nested_notes(train)
+    return parts, left_out, notes + _nested_notes(train, source.group)
 
 
 def _present(images: LabelledImages) -> tuple[str, ...]:
@@ -410,9 +410,13 @@ def _with_training_labels(test: LabelledImages, names: Sequence[str]) -> Labelle
     return test.select(names, others=True)
 
 
-def _nested_notes(images: LabelledImages) -> list[str]:
-    """Return notes on classes whose images lie in inner folders, and on a class that is called like a split."""
+def _nested_notes(images: LabelledImages, group: str | None) -> list[str]:
+    """Return notes on classes whose images lie in inner folders, and on a class that is called like a split.
+
+    With `group` the inner folders are groups, and not ignored.
+    """
     from dulbe_peft.data.folders import SPLIT_NAMES, ImageFolder
+    from dulbe_peft.photos.data.splits import FOLDER
 
     if type(images) is not ImageFolder:
         return []
@@ -422,15 +426,18 @@ def _nested_notes(images: LabelledImages) -> list[str]:
     notes = []
     nested = {name: [*folders] for name, folders in inner.items() if "" not in folders}
     several = next((name for name, folders in nested.items() if len(folders) > 1), None)
-    if nested and len(nested) == len(inner):
+    held = "; if a folder shows one item, use --group folder"
+    if group == FOLDER:
+        several = None
+    elif nested and len(nested) == len(inner):
         listed = ", ".join(map(repr, [folder for folders in nested.values() for folder in folders][:3]))
         notes.append(
-            f"the classes are the outer folders; the names of the folders in them, such as {listed}, are ignored"
+            f"the classes are the outer folders; the names of the folders in them, such as {listed}, are ignored{held}"
         )
-    elif several is not None:
+    if several is not None and not notes:
         listed = ", ".join(map(repr, nested[several][:3]))
         notes.append(
-            f"the class {several!r} is the outer folder; the names of the folders in it, {listed}, are ignored"
+            f"the class {several!r} is the outer folder; the names of the folders in it, {listed}, are ignored{held}"
         )
     split_like = [name for name in images.class_names if name.lower() in SPLIT_NAMES]
     if images.split is None and split_like:

@@ -222,6 +222,12 @@ def _notes(parts: Mapping[str, LabelledImages], keys: Mapping[str, Sequence[str 
         both = f"{counted(len(shared), 'group')} in training and test images, such as {printable(shared[0])!r}"
         notes.append(f"{both}, so the accuracy is too optimistic")
     split, train = next(iter(parts.items()))
+    owners: dict[str, set[int]] = defaultdict(set)
+    for key, label in zip(keys[split], train.labels.tolist(), strict=True):
+        if key is not None:
+            owners[key].add(label)
+    if mixed := [key for key, labels in owners.items() if len(labels) > 1]:
+        notes.append(f"{counted(len(mixed), 'group')} with images of several classes, such as {printable(mixed[0])!r}")
     texts = np.array([key if key is not None else f"\0{index}" for index, key in enumerate(keys[split])])
     single = [
         train.class_names[label]

@@ -295,6 +295,20 @@ def test_common_layouts_are_read_or_refused_with_advice(tmp_path, name):
         assert sum(words in line for line in lines) == expected.count(words), lines
 
 
+def test_notes_say_what_becomes_of_inner_folders(tmp_path):
+    photos(tmp_path, dict.fromkeys(["cat/item0", "cat/item1", "dog/item0", "dog/item1"], 2))
+    notes = {
+        group: DataSource(str(tmp_path), group=group).open().inventory.notes for group in (None, "folder", "(item.)")
+    }
+    assert ["if a folder shows one item, use --group folder" in " ".join(of) for of in notes.values()] == [
+        True,
+        False,
+        True,
+    ]
+    assert "4 groups of images" in notes["folder"][0] and len(notes["folder"]) == 1
+    assert "2 groups with images of several classes, such as 'item0'" in notes["(item.)"]
+
+
 def test_error_names_the_table_beside_images(tmp_path):
     photos(tmp_path, {"images": 2})
     (tmp_path / "labels.csv").write_text("path,label\nimages/0.jpg,cat\n")
