@@ -8,10 +8,12 @@ import torch
 from scipy import optimize
 from taught import clusters, in_tasks
 
+from dulbe_peft.classifiers import novelty
 from dulbe_peft.classifiers.calibration import TaskNovelty
 from dulbe_peft.classifiers.covariance import oas_shrinkage
 from dulbe_peft.classifiers.evidence import LEAST, RIDGE, USUAL_IMAGES, Evidence, Sums
-from dulbe_peft.classifiers.groups import in_parts
+from dulbe_peft.classifiers.groups import in_parts, some_left_out
+from dulbe_peft.classifiers.lda import LdaRule
 from dulbe_peft.classifiers.novelty import (
     FADING,
     PARTS,
@@ -286,3 +288,41 @@ def test_classifiers_of_a_learner_compute_the_evidence_of_left_out_images_once(m
     for each, _ in alone:
         ((spec, classifier),) = each.items()
         assert classifier.novelty_tasks == together[spec].novelty_tasks
+
+
+@pytest.mark.parametrize(("most", "number"), [(1000, 10), (8, 3)])
+def test_large_tasks_are_judged_on_fewer_parts(most, number, monkeypatch):
+    """A literal record: two of five classes are left out, and a tenth of the images, or more with few parts."""
+    monkeypatch.setattr(novelty, "MOST_CLASSES", 2)
+    monkeypatch.setattr(novelty, "MOST_JUDGED", most)
+    rows, labels, _, _ = world()
+    (task,) = in_tasks("lda", rows, labels).novelty_tasks
+    rows = rows.double()
+    chosen, chosen_labels, _ = some_left_out(rows, labels, None, labels.bincount(), most)
+    order = chosen_labels.argsort(stable=True)
+    known, unknown = {c: [] for c in range(CLASSES)}, {c: [] for c in (0, 1)}
+    for place, row in enumerate(chosen[order]):
+        gone = chosen[order][place % number :: number]
+        left = torch.tensor([not bool((each == gone).all(dim=1).any()) for each in rows])
+        label = int(chosen_labels[order][place])
+        for stays, side in ((left, known), (labels != label, unknown)):
+            if label in side:
+                there = labels[stays].unique(return_inverse=True)[1]
+                of = sums(rows[stays], there)
+                side[label].append(literal(row, of.means, of.counts, of.scatter, of.freedom))
+    for mean, each in ((task.known[0], known), (task.unknown[0], unknown)):
+        # A classifier normalises the features again in float32, so they differ by about 1e-7 of their length.
+        assert mean == pytest.approx(np.mean([np.mean(values) for values in each.values() if values]), rel=1e-4)
+    assert task.classes == len(chosen_labels.unique()) and task.images == len(chosen)
+
+
+@pytest.mark.parametrize("spec", ["lda", "gda"])
+def test_left_out_scores_are_computed_once(spec, monkeypatch):
+    rows, labels, texts, _ = world()
+    real, calls = LdaRule.left_out, []
+    monkeypatch.setattr(LdaRule, "left_out", lambda *given: calls.append(1) or real(*given))
+    expected = in_tasks(spec, rows, labels, texts).novelty_tasks
+    assert len(calls) == 1
+    judged = novelty.judged
+    monkeypatch.setattr(novelty, "judged", lambda *given: judged(*given[:-1], None))
+    assert in_tasks(spec, rows, labels, texts).novelty_tasks == expected and len(calls) == 3
