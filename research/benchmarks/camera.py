@@ -97,7 +97,7 @@ def encoding(values: argparse.Namespace, model: Path, files: list[str], where: s
 
 
 def decodings(model: Path, data: Path, where: str) -> list[dict[str, Any]]:
-    """Return how often `run` decodes each photograph, alone and after `check`."""
+    """Return how often `run` decodes each photograph, also after `check` and with training, and how often `learn`."""
     count, real = 0, reading.decode_file
     number = len(list(data.rglob("*.jpg")))
 
@@ -106,16 +106,27 @@ def decodings(model: Path, data: Path, where: str) -> list[dict[str, Any]]:
         count += 1
         return real(*given)
 
-    rows = []
-    for name in ("run", "run after check"):
+    def call(*words: object) -> None:
+        if command([*map(str, words)]):
+            raise AssertionError("the command failed")
+
+    rows, end = [], ("--no-progress", "--device", "cpu")
+    new = ("--model", model, "--data", data, *end)
+    for name in ("run", "run after check", "run --strategy dulbe", "learn"):
         out = data.parent / name
         with patch.object(reading, "decode_file", counted), patch.dict(os.environ, {VARIABLE: f"{out}.sqlite"}):
-            if name != "run" and command(["check", str(data)]):
-                raise AssertionError("check failed")
+            if name == "run after check":
+                call("check", data)
             count = 0
-            words = ["run", "--model", str(model), "--data", str(data), "--output", str(out)]
-            if command([*words, "--no-progress", "--device", "cpu"]):
-                raise AssertionError("the command failed")
+            if name == "learn":
+                later = data.parent / "later"
+                for file in data.rglob("*.jpg"):  # other bytes of the same pictures, as new classes
+                    place = later / f"new {file.parent.name}" / file.name
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    place.write_bytes(file.read_bytes() + b"later")
+                call("learn", data.parent / "run", "--data", later, "--output", out, *end)
+            else:
+                call("run", *new, "--output", out, *(["--strategy", "dulbe"] if "dulbe" in name else []))
         rows.append(common.value_row(f"decodings of a photograph by {name}, {where}", count / number, "", "1.0"))
     return rows
 

@@ -3,11 +3,9 @@
   dulbe-peft features --model openai/clip-vit-base-patch16 --data photos --output photos.parquet
   dulbe-peft run --model openai/clip-vit-base-patch16 --data photos.parquet --output out
 
-A model that is not trained encodes each image only once: run, learn, evaluate and other commands find
-the features in the store by the image's content. The table of --output is for other programs, and
-commands accept it as --data. Its embeddings have length 1. The features of a learner that was trained
-are written to the table but not stored. --prune 90 removes from the store what no command has used
-for 90 days, and --prune 0 everything.
+A model that is not trained encodes each image once: all commands find the features in the store by the
+image's content. --prune 0 removes all that it keeps. The table of --output, whose embeddings have length
+1, is for other programs and for --data. Features of a trained learner are only written to it.
 """
 
 import sys
@@ -56,7 +54,7 @@ PRUNE = Option(
     is_eager=True,
     expose_value=False,
     callback=prune,
-    help="only remove from the store what no command has used in the last DAYS days",
+    help="clear the store of what is unused for DAYS days",
 )
 
 
