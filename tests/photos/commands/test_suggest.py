@@ -174,3 +174,16 @@ def test_suggest_asks_for_the_groups_of_the_learner(frames, tmp_path, capsys):
     capsys.readouterr()
     assert call("suggest", tmp_path / "out", frames, "--count", 3) == 0
     assert "learned photographs have groups: give --group" in capsys.readouterr().out
+
+
+def test_rejection_says_that_classes_with_one_image_are_rejected_more_often(heap, june, tmp_path, capsys):
+    words = ["--reject", 0.3, "--csv", tmp_path / "answers.csv", "--overwrite"]
+    assert call("predict", june, heap / "one-0.png", *words) == 0
+    assert "have one image" not in capsys.readouterr().err
+    (tmp_path / "june" / "three").mkdir(exist_ok=True)
+    shutil.copy(heap / "three-4.png", tmp_path / "june" / "three")
+    model = ["--model", demo_model_folder(), "--classifiers", "lda"]
+    assert call("run", "--data", tmp_path / "june", *model, "--output", tmp_path / "more") == 0
+    capsys.readouterr()
+    assert call("predict", tmp_path / "more", heap / "one-0.png", *words) == 0
+    assert "1 of 4 classes have one image, which cannot be left out" in capsys.readouterr().err
