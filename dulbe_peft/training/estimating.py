@@ -55,7 +55,7 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
     classes without stored features are not part of the estimate. If the model was trained on the images or learned
     several views of them, there is no estimate, because it would be too optimistic.
     """
-    now = Estimates(tasks=len(state.tasks), updates=len(state.updates))
+    now = Estimates(tasks=len(state.tasks), updates=len(state.updates), misnamed=misnamed(state))
     if state.trained or any(views > 1 for _, views in state.known.ways):
         return now
     learned, place = state.known.learned, {name: row for row, name in enumerate(state.class_names)}
@@ -72,7 +72,7 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
     stored = encoder.stored([content for content in owner if content not in features])
     features |= {content: torch.from_numpy(np.array(row)).to(encoder.device) for content, row in stored.items()}
     alike = not group_of and many_alike(fresh or features, owner_of(state))
-    now = now.model_copy(update={"alike": alike, "misnamed": misnamed(state)})
+    now = now.model_copy(update={"alike": alike})
     if not features or len(place) < 2:
         return now
     rows = torch.stack(list(features.values())).float()

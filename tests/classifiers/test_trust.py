@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.classifiers.groups import MANY_ALIKE, share_alike
-from dulbe_peft.training.estimating import corrected
+from dulbe_peft.training.estimating import corrected, estimates_of
 from dulbe_peft.training.state import Estimates, LearnerState
 
 
@@ -72,6 +72,8 @@ def test_names_that_do_not_describe_their_images_are_found():
     assert classifier.misnamed == ["class 2", "class 7"]
     fixed = taught("bayes:kappa=4,rho=0.3", images, labels, changed)
     assert fixed.misnamed == [] and not torch.equal(fixed(images), classifier(images))
+    trained = SimpleNamespace(tasks=[0], updates=[], trained=True, classifiers={"bayes": classifier})
+    assert estimates_of(trained, None, {}).misnamed == ("class 2", "class 7"), "also where there is no estimate"
     classifier.rename_class("class 2", "right", texts[2])
     assert classifier.misnamed == ["class 7"]
     assert taught("bayes", images, labels, texts[torch.randperm(12)]).misnamed == [], "no name is an exception"

@@ -13,7 +13,7 @@ from dulbe_peft.photos.report.run_folder import RunFolder
 from dulbe_peft.photos.report.shares import ClassRow, ConfusionMatrix, Share, listed
 from dulbe_peft.photos.runs.setup import tests_of
 from dulbe_peft.streams.training_cost import ADVICE, MUCH, significant_costs
-from dulbe_peft.training.state import Estimate
+from dulbe_peft.training.state import Estimate, about_names
 from dulbe_peft.utils.terminal import counted
 
 _LEVEL = 0.05  # significance level of the sign test
@@ -206,6 +206,11 @@ def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix
     use = "" if best == run.first else f" --classifier {best}"
     if use:
         steps.append((f"{why[0].upper()}{why[1:]}.", f"dulbe-peft predict {folder} PHOTOS{use}"))
+    estimate = estimated(run.results)
+    told = not run.tested and estimate is not None and not estimate.few  # by the remarks beside the estimate
+    if run.results.estimates.misnamed and not told:
+        words = about_names(run.results.estimates.misnamed)
+        steps.append((f"{words[0].upper()}{words[1:]}.", ""))
     if hardly_knows(run.results):
         words = "The names alone are hardly better than guessing with this model, and the estimate is low"
         steps.append((f"{words}: try a larger model.", ""))

@@ -233,6 +233,21 @@ def test_larger_model_is_proposed_where_names_and_estimates_are_poor(finished_ru
     assert any("try a larger model" in words for words, _ in steps) == proposed
 
 
+def test_names_that_are_left_out_are_in_the_report_once(finished_run):
+    run = read_run(finished_run)
+    shares = {"lda": (0.45, 0.4, 0.5)}
+    names = tuple(name for task in run.results.class_names for name in task)
+    for given, tested, said in (({}, True, True), (shares, True, True), ({}, False, True), (shares, False, False)):
+        estimates = Estimates(images=40, classes=names, shares=given, misnamed=names[:1])
+        untested = {} if tested else {"classifiers": {}}
+        results = run.results.model_copy(update={"estimates": estimates, **untested})
+        changed = dataclasses.replace(run, results=results, predictions=[])
+        steps = " ".join(words for words, _ in next_steps(changed, [], None))
+        assert (
+            f"These names do not describe their images, and 'bayes' does not use them: {names[0]!r}" in steps
+        ) == said
+
+
 def test_charts_on_a_page_use_its_colours(finished_run):
     results = json.loads((finished_run / "results.json").read_text())
     with drawn():
