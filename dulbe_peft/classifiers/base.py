@@ -35,7 +35,8 @@ EachText = tuple[Tensor | np.ndarray, Tensor | np.ndarray | Sequence[int]]
 Groups = Tensor | np.ndarray | Sequence[int] | Sequence[str]
 EXTRA_STATE = "_extra_state"
 MOST_SCORES = 2**24  # scores that a temperature is fitted to; of more held-out images, an even selection is used
-LEAST_JUDGED = 1 / 3  # share of the classes that must have left-out images; with 1 to 3 of 100, sets of 90 % held 40 to 61 %
+# Share of the classes that must have left-out images. With 1 to 3 of 100 classes, sets of 90 % held 40 to 61 %.
+LEAST_JUDGED = 1 / 3
 SAME_TEXT = 1e-3  # features of the same text on two devices differ by less
 OF_RULES = {"__init__", "register", "logits", *(each for each in vars(Rule) if each[0] != "_")}
 _CLASSES: "dict[type[Rule], type[Classifier]]" = {}  # rule -> the class of its classifiers
