@@ -90,6 +90,16 @@ class Estimates(Record):
             found.append(about_names(self.misnamed))
         return tuple(found)
 
+    @property
+    def doubt(self) -> str:
+        """A sentence that says why answers on further images can be worse than on those learned, or ""."""
+        return (
+            "many of the learned photographs look like one another; if they show the same items, probabilities of "
+            "further items are too high, and --reject refuses more of them: learn with --group"
+            if self.alike
+            else ""
+        )
+
 
 class Update(Record):
     """A change of the learner without training."""
@@ -255,11 +265,6 @@ class LearnerState:
 
     def doubt_of(self, classifier: Classifier) -> str:
         """Return a sentence that says why the probabilities of a classifier can be far off, or ""."""
-        if not classifier.doubt and self.estimates.alike:
-            return (
-                "many of the learned photographs look like one another; if they show the same items, probabilities of "
-                "further items are too high, and --reject refuses more of them: learn with --group"
-            )
         if classifier.doubt or not self.trained:
             return classifier.doubt
         return (

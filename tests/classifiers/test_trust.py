@@ -1,7 +1,5 @@
 """What a classifier says about its own answers: wrong labels, few classes that speak for all, and wrong names."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from taught import clusters
@@ -10,7 +8,7 @@ from torch.nn import functional as F
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.classifiers.groups import MANY_ALIKE, share_alike
 from dulbe_peft.training.estimating import corrected, estimates_of
-from dulbe_peft.training.state import Estimates, LearnerState
+from dulbe_peft.training.state import Estimates
 
 
 def world(each, classes=12, spread=1.0):
@@ -135,8 +133,4 @@ def test_few_items_of_a_class_say_nothing_about_wrong_labels(spec):
 
 
 def test_photographs_that_look_alike_cast_doubt_on_probabilities():
-    images, labels, _ = world(12 * [5])
-    state = SimpleNamespace(trained=False, estimates=Estimates(alike=True))
-    assert "learn with --group" in LearnerState.doubt_of(state, taught("lda", images, labels))
-    few = taught("lda", *world(12 * [1])[:2])
-    assert LearnerState.doubt_of(state, few) == few.doubt != ""
+    assert Estimates(alike=True).doubt.endswith("learn with --group") and Estimates().doubt == ""

@@ -97,7 +97,7 @@ def predict(
     from dulbe_peft.photos.data.inventory import Inventory
     from dulbe_peft.photos.output_files import only_writer, sorted_folder
 
-    if doubt := loaded.state.doubt:
+    if doubt := loaded.state.doubt or loaded.state.estimates.doubt:
         print(doubt, file=sys.stderr)
     area = None if query.reject is None else loaded.classifier.roc_area
     if area is not None and query.reject is not None:

@@ -94,7 +94,7 @@ class App:
             "classes": list(state.class_names),
             "counts": state.image_counts(),
             "classifier": state.classifier.name,
-            "doubt": state.doubt,
+            "doubt": state.doubt or state.estimates.doubt,
             "teachable": not state.strategy.adapts,
             "undo": self.changes[-1].words if self.changes else None,
             "output": None if self.output is None else str(self.output),
