@@ -1,5 +1,7 @@
 """What a classifier says about its own answers: wrong labels, few classes that speak for all, and wrong names."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from taught import clusters
