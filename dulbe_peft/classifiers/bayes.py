@@ -490,10 +490,6 @@ class BayesRule(ClassSums):
         fit: Fit = state.derived(f"fit {features}", make, of=FITTED)
         return fit
 
-    def _unused(self, state: State) -> Tensor:
-        """Return which names are left out, (C,) in bool: the misnamed ones, and none for fixed settings."""
-        return self.misnamed(state) & ("auto" in (self.kappa, self.rho))
-
     def _fitted(self, state: State, means: Tensor, counts: Tensor, scatter: Tensor, freedom: int) -> Fit:
         """Return the fit to sums of the first features of x."""
         texts = self.logit_scale * state.text_embeds.to(state.sums)
