@@ -540,6 +540,9 @@ def test_prune_of_a_file_that_is_no_store_is_an_error(tmp_path, monkeypatch, cap
     assert f"the feature store {path} cannot be pruned" in capsys.readouterr().err
     assert path.read_bytes() == b"something else" * 99
     call("features", "--prune", "-1", expected=2)
+    for words in (["--prune", "0", "--data", tmp_path], ["--no-store", "--prune=0"], [tmp_path, "--prune", "0"]):
+        call("features", *words, expected=2)
+        assert "--prune DAYS stands alone" in capsys.readouterr().err
 
 
 def test_a_store_that_can_only_be_read_is_still_used(tmp_path, monkeypatch, capsys):

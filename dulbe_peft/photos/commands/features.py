@@ -37,6 +37,9 @@ def prune(ctx: click.Context, _: click.Parameter, days: int | None) -> None:
     """Remove what is old from the feature store, say what was removed, and exit."""
     if days is None or ctx.resilient_parsing:
         return
+    words = ctx.meta["words"]
+    if len(words) > (2 if "--prune" in words else 1):
+        raise ValueError("--prune DAYS stands alone, and encodes nothing: give the other flags in a second command")
     from dulbe_peft.data.store import FeatureStore, store_path
 
     store = FeatureStore(store_path())

@@ -83,6 +83,7 @@ class Command(click.Command):
             elif arg.startswith("-"):
                 flag = arg if arg in multiple else ""
             expanded.append(arg)
+        ctx.meta["words"] = args
         return super().parse_args(ctx, expanded)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
