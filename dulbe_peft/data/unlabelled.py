@@ -26,6 +26,8 @@ def unlabelled_images(images: object) -> LabelledImages:
     given = images if isinstance(images, (list, tuple)) and not _is_pair(images) else [images]
     left_out = list[tuple[str, str]]()
     entries = [entry for element in given for entry in _entries_of(element, left_out)]
+    if len(given) > 1:  # folders can contain the same paths
+        entries = [(source, place, "") for source, place, _ in entries]
     unlabelled = _Unlabelled(entries, np.full(len(entries), -1, dtype=np.int64))
     unlabelled.left_out = left_out
     return unlabelled
@@ -33,7 +35,7 @@ def unlabelled_images(images: object) -> LabelledImages:
 
 class _Unlabelled(LabelledImages):
     """Unlabelled images. `source` has triples: a path, file or image and None, or a data set and a position; and the
-    path inside the given folder, or "".
+    path inside the folder if only one is given, or "".
     """
 
     by_path = True

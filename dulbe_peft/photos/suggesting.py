@@ -43,12 +43,21 @@ class Suggestion:
 
 
 class Fresh(NamedTuple):
-    """Photographs that were not learned, their features, (n, d), lines on those left out, and groups with a label."""
+    """Photographs that were not learned.
+
+    Attributes:
+        images: The photographs.
+        features: (n, d).
+        lines: What was left out, and why.
+        labelled: Groups with a label.
+        groups: The name of each photograph's group, or ""; empty without groups.
+    """
 
     images: LabelledImages
     features: Tensor
     lines: list[str]
     labelled: frozenset[int]
+    groups: list[str]
 
 
 def new_photographs(
@@ -59,12 +68,13 @@ def new_photographs(
     A group has a label if a learned photograph, in `photos` or elsewhere, belongs to it.
     """
     from dulbe_peft.photos.data.looking import times_taken
-    from dulbe_peft.photos.data.splits import grouped
+    from dulbe_peft.photos.data.splits import group_names, grouped
 
     images, known = unlabelled_images(photos), learner.state.known
     times = {} if group_seconds is None else {"": times_taken(images)}
     parts, notes = grouped({"": images}, group, group_seconds, times)
     images, labelled = parts[""], frozenset(known.groups.values())
+    names = [] if images.groups is None else group_names(parts, group, group_seconds, times)[""]
     rows, repeated = known.new_rows(images)
     if images.groups is None and known.groups:
         notes = ["learned photographs have groups: give --group as for them, so that each item is suggested once"]
@@ -82,7 +92,9 @@ def new_photographs(
     readable = [row for row in range(len(rows)) if row not in problems]
     if not readable:
         raise ValueError("\n".join(["no readable photograph is left that was not learned", *lines]))
-    return Fresh(images.at([rows[row] for row in readable]), features[readable], lines, labelled)
+    chosen = [rows[row] for row in readable]
+    groups = [names[row] or "" for row in chosen] if names else []
+    return Fresh(images.at(chosen), features[readable], lines, labelled, groups)
 
 
 @torch.no_grad()
@@ -126,7 +138,7 @@ def suggestions(
                 yield replace(s, row=int(rows[s.row]), group=s.group and s.group + clusters)
             clusters += max((s.group or 0 for s in found), default=0)
             others = set(range(len(rows))) - {s.row for s in found}  # clustering may give fewer than asked for
-            yield from (Suggestion(int(rows[row]), "a further one") for row in sorted(others))
+            yield from (Suggestion(int(rows[row]), "one of the rest") for row in sorted(others))
 
     return _without_copies(features, candidates(), count)
 

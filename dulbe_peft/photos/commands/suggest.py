@@ -10,7 +10,8 @@ learned, only these are grouped. Learned photographs and copies are left out. Wi
 suggestion is typical of a group.
 
 With --group or --group-seconds, as for run, one photograph stands for each item; items with a label
-come after the others, and further photographs of an item last.
+come after the others, and further photographs of an item last. The table has a column group, which
+learn --labels needs, because its paths and times need not tell the same items apart.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def suggest(
     load: Load,
     photos: tuple[str, ...] = setting((), "image files or folders", place=True, metavar="PHOTOS..."),
     count: AtLeastOne = setting(50, "how many photographs"),
-    csv: File | None = setting(None, "write path, reason, class, novelty; - is standard output"),
+    csv: File | None = setting(None, "write path, reason, predicted, novelty; - is standard output"),
     page: Page | None = setting(None, "also write a page with pictures"),
     overwrite: bool = OVERWRITE,
     **groups: Any,
@@ -63,7 +64,7 @@ def suggest(
     from dulbe_peft.photos.suggesting import new_photographs, suggestions
 
     fresh, stream = new_photographs(loaded, list(photos), **groups), message_stream(csv, page)
-    images, features, notes, labelled = fresh
+    images, features, notes, labelled, items = fresh
     suggested = suggestions(features, count, loaded.classifier if loaded.tasks else None, 0, images.groups, labelled)
     names = [images.item_name(suggestion.row) for suggestion in suggested]
     if table is not None and Path(table).resolve().parent != Path.cwd():  # its paths are relative to its own folder
@@ -73,11 +74,14 @@ def suggest(
         [name, s.reason, s.proposed, "" if s.novelty is None else float(f"{s.novelty:.6g}")]
         for name, s in zip(names, suggested, strict=True)
     ]
+    header = HEADER
+    if items:
+        header, lines = [*HEADER, "group"], [[*line, items[s.row]] for line, s in zip(lines, suggested, strict=True)]
     if existing:
         rename_to_old(Path(existing))
     new = f"{Path(learner).name}-labelled" if learner else "labelled"
     if csv is not None:
-        write_csv(csv, HEADER, lines)
+        write_csv(csv, header, lines)
     if page is not None:
         words = ["dulbe-peft", "serve", learner or "", "--photos", photos[0], "--output", new]
         serve = shlex.join([*words, *given_flags(**groups)])
@@ -91,6 +95,8 @@ def suggest(
         advice = f"correct the column predicted of {table}, and rename it to label; then"
     print(advice, file=stream)
     first = ("learn", learner) if learner else ("run", "--model", loaded.state.base_name[0])
+    if table and items:
+        groups = {"group": "group"} if any(items[s.row] for s in suggested) else {}
     print_next_command(*first, labels=table or "LABELS.csv", output=new, to=stream, **groups)
 
 

@@ -126,9 +126,7 @@ def grouped(
     """
     if group is None and seconds is None:
         return dict(parts), []
-    keys = {split: _keys(images, group) for split, images in parts.items()}
-    if seconds is not None:
-        keys = _bursts(times, keys, seconds)
+    keys = group_names(parts, group, seconds, times)
     alone = sum(key is None for of in keys.values() for key in of)
     if alone == sum(map(len, keys.values())):
         what = f"--group is {group!r}" if group is not None else f"--group-seconds is {seconds:g}"
@@ -140,6 +138,17 @@ def grouped(
             f"{counted(alone, 'image')} without a group, each a group of its own: {_why_alone(group, seconds)}"
         )
     return {split: images.grouped(named[split]) for split, images in parts.items()}, notes
+
+
+def group_names(
+    parts: Mapping[str, LabelledImages],
+    group: str | None,
+    seconds: float | None,
+    times: Mapping[str, Sequence[float | None]],
+) -> dict[str, list[str | None]]:
+    """Return the name of each image's group, or None for an image that is a group of its own; see `grouped`."""
+    keys = {split: _keys(images, group) for split, images in parts.items()}
+    return keys if seconds is None else _bursts(times, keys, seconds)
 
 
 def _why_alone(group: str | None, seconds: float | None) -> str:

@@ -37,7 +37,7 @@ class Labelling:
     ) -> None:
         self.learner, self.table = learner, table
         fresh = new_photographs(learner, [str(folder)], group, group_seconds)
-        self.images, self.features, self.left_out, self.labelled = fresh
+        self.images, self.features, self.left_out, self.labelled, _ = fresh
         self.content = [content or b"" for content in self.images.contents()]
         places = {key: place for place, key in enumerate(self.content)}
         given = {places[key]: label for key, label in table.labels.items() if key in places}  # in the table's order

@@ -10,6 +10,7 @@ import pytest
 from PIL import ExifTags, Image
 from small_runs import call
 
+from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.data.digits import DIGITS
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos import suggesting
@@ -142,13 +143,40 @@ def test_items_are_suggested_once_and_those_with_a_label_last(frames, tmp_path, 
     first = items(*model, "--count", 10)
     printed = capsys.readouterr().out
     assert sorted(first[:5]) == [f"item{number}" for number in range(5)] and len(first) == 10
-    assert "5 groups of images" in printed and f"--output labelled {flags[0]}" in printed
+    assert "5 groups of images" in printed and "--output labelled --group group" in printed
     rows = [[str(frames / f"item{number}" / "1.jpg"), DIGITS[number]] for number in (0, 3)]
     write_csv(tmp_path / "given.csv", ["path", "label"], rows)
     words = ["run", "--labels", tmp_path / "given.csv", *model, "--classifiers", "lda", "--output", tmp_path / "out"]
     assert call(*words) == 0
     learned = items(tmp_path / "out", "--count", 5)
     assert sorted(learned[:3]) == ["item1", "item2", "item4"] and set(learned[3:]) == {"item0", "item3"}
+
+
+@pytest.mark.parametrize("flags", [["--group", "folder"], ["--group-seconds", 1]])
+def test_table_of_suggestions_tells_the_same_items_apart_when_it_is_learned(frames, tmp_path, flags):
+    """A photograph in the given folder is no item, but its folder in the table is. A table lacks times in between."""
+    for number in range(5):
+        (frames / f"item{number}" / "0.jpg").rename(frames / f"loose{number}.jpg")
+    table, learner = tmp_path / "label.csv", tmp_path / "out"
+    words = ["--model", demo_model_folder(), frames, "--csv", table]
+    assert call("suggest", *words, "--count", 20, *flags) == 0
+    header, *rows = read_csv(table)
+    assert header[-1] == "group" and len(rows) == 20
+    labelled = [[path, DIGITS[number % 2], group] for number, (path, *_, group) in enumerate(rows)]
+    write_csv(table, ["path", "label", "group"], [row for row in labelled if not row[0].endswith("/2.jpg")])
+    words = ["run", "--labels", table, "--model", demo_model_folder(), "--classifiers", "lda"]
+    assert call(*words, "--group", "group", "--output", learner) == 0
+    groups = ClassIncrementalLearner.from_pretrained(learner).state.known.groups
+    assert len(groups) == 15 and len({*groups.values()}) == (5 if flags[0] == "--group-seconds" else 10)
+
+
+def test_equal_paths_in_two_folders_are_two_items(frames, tmp_path, capsys):
+    other = shutil.copytree(frames, tmp_path / "july")
+    for path in other.rglob("*.jpg"):
+        path.write_bytes(path.read_bytes() + b"later")
+    words = ["suggest", "--model", demo_model_folder(), frames, other, "--count", 3, "--group"]
+    assert call(*words, "folder") == 0 and "10 groups of images" in capsys.readouterr().out
+    assert call(*words, "(july|bursts)") == 0 and "2 groups of images" in capsys.readouterr().out
 
 
 def test_wrong_groups_of_photographs_are_refused(frames, heap, tmp_path, capsys):
