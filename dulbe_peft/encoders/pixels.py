@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 IMAGE_RESIZES = ("crop", "squash")
 # A JPEG is decoded with at least this many times the pixels that the processor resizes a side to, and with at least so
 # many. `research.benchmarks.scaled` compares the answers with those for whole images: with less, some change.
-MARGIN, LEAST_SIDE = 6, 640
+MARGIN, LEAST_SIDE = 6, 1344
 PixelRow = tuple[torch.Tensor, int, int, bytes, str]  # pixel values, label, index, content, error ("" if readable)
 
 

@@ -18,6 +18,7 @@ from dulbe_peft.checkpoints import layout
 from dulbe_peft.checkpoints.layout import LEARNER_FILE
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.data.store import FeatureStore
+from dulbe_peft.encoders import pixels
 from dulbe_peft.encoders.pixels import PixelDataset, jpeg_side
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import main
@@ -27,6 +28,14 @@ from dulbe_peft.utils.records import write_record
 
 LARGE, SMALL = (1600, 1280), (320, 240)
 CLASSES = ["a", "b"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def half_as_many_pixels_are_enough():
+    """Let small photographs be decoded smaller, because large ones take long."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pixels, "LEAST_SIDE", 640)
+        yield
 
 
 def write(folder, size, count=4):
