@@ -104,7 +104,7 @@ def suggestions(
     classifier: Classifier | None = None,
     seed: int = 0,
     groups: Groups | None = None,
-    labelled: Collection[int | str] = (),
+    labelled: Collection[int | str] | Tensor = (),
 ) -> list[Suggestion]:
     """Return at most `count` images to label, the most useful first, without copies.
 
@@ -143,7 +143,7 @@ def suggestions(
     return _without_copies(features, candidates(), count)
 
 
-def _in_turns(features: Tensor, groups: Groups, labelled: Collection[int | str]) -> list[Tensor]:
+def _in_turns(features: Tensor, groups: Groups, labelled: Collection[int | str] | Tensor) -> list[Tensor]:
     """Return the rows of the central image of each group, of those of `labelled` groups, and of all other images."""
     numbers = check_groups(groups, len(features))
     numbers = (torch.arange(len(features)) if numbers is None else numbers).to(features.device)
@@ -153,7 +153,7 @@ def _in_turns(features: Tensor, groups: Groups, labelled: Collection[int | str])
     central = torch.zeros(len(features), dtype=torch.bool, device=features.device)
     central[order] = places_among(numbers[order]) == 0
     entries: list[object] = np.asarray(groups.cpu() if isinstance(groups, Tensor) else groups, dtype=object).tolist()
-    known = set(labelled)
+    known = set(labelled.tolist() if isinstance(labelled, Tensor) else labelled)
     have = torch.tensor([entry in known for entry in entries], dtype=torch.bool, device=central.device)
     return [mask.nonzero()[:, 0].cpu() for mask in (central & ~have, central & have, ~central)]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,15 +45,14 @@ class Model(NamedTuple):
     answer: Answer
 
 
+@dataclass
 class Encoded:
     """Features, (n, d), answers, (n,), which files were decoded smaller, and the CPU seconds of reading."""
 
-    def __init__(self) -> None:
-        self.features, self.answers, self.smaller, self.seconds = [], [], [], 0.0
-
-    features: list[torch.Tensor]
-    answers: list[torch.Tensor]
-    smaller: list[bool]
+    features: list[torch.Tensor] = field(default_factory=list)
+    answers: list[torch.Tensor] = field(default_factory=list)
+    smaller: list[bool] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 class File(NamedTuple):

@@ -129,6 +129,7 @@ def test_each_item_is_suggested_once_before_any_is_again():
             assert frames[s.row] @ mine.sum(dim=0) == pytest.approx(float((mine @ mine.sum(dim=0)).max()), abs=1e-5)
         later = suggestions(frames, 10, classifier, groups=of, labelled={3, 5})
         assert set(of[[s.row for s in later[-2:]]].tolist()) == {3, 5}
+        assert suggestions(frames, 10, classifier, groups=of, labelled=torch.tensor([3, 5])) == later
         own = list(range(len(frames)))
         assert suggestions(frames, 5, classifier, groups=own) == suggestions(frames, 5, classifier)
     assert len(set(of[[s.row for s in suggestions(frames, 10)]].tolist())) < 10

@@ -413,7 +413,7 @@ def _with_training_labels(test: LabelledImages, names: Sequence[str]) -> Labelle
 def _nested_notes(images: LabelledImages, group: str | None) -> list[str]:
     """Return notes on classes whose images lie in inner folders, and on a class that is called like a split.
 
-    With `group` the inner folders are groups, and not ignored.
+    With the group "folder", the inner folders are groups, and not ignored.
     """
     from dulbe_peft.data.folders import SPLIT_NAMES, ImageFolder
     from dulbe_peft.photos.data.splits import FOLDER
