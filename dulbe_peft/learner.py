@@ -257,7 +257,9 @@ class ClassIncrementalLearner(TakesTurns):
         self.encoder.store = store
 
     def change_settings(self, args: LearnerArguments) -> None:
-        """Change the settings. The device and what was learned stay, and so does the precision if it is "auto".
+        """Change the settings. The device and what was learned stay.
+
+        The precision stays if it is "auto", and `image_resize` if it is "processor".
 
         Raises:
             ValueError: If images would be read differently from those that were learned, or `image_resize` differs.
@@ -267,11 +269,12 @@ class ClassIncrementalLearner(TakesTurns):
                 f"whole_images is {args.whole_images}, but this learner has learned with "
                 f"whole_images={self.args.whole_images}: make a new learner"
             )
-        if args.image_resize != self.args.image_resize:
+        if args.image_resize not in ("processor", self.args.image_resize):
             raise ValueError(
                 f"image_resize is {args.image_resize!r}, but this learner was made with {self.args.image_resize!r}: "
                 "make a new learner"
             )
+        args = replace(args, image_resize=self.args.image_resize)
         args = replace(args, precision=self.args.precision) if args.precision == "auto" else args
         self.use_state(replace(self.state, args=args))
         self.encoder = self._encoder(self.encoder.store)

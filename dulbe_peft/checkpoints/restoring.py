@@ -154,6 +154,8 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
             f"image_resize is {args.image_resize!r}, but the learner in {folder} has learned with {resize!r}: pass "
             "the same, or learn again"
         )
+    if args.image_resize == "processor":
+        args = replace(args, image_resize=resize)
     if args.learning_rate == "auto":  # keep the rate that was chosen on the first task
         args = replace(args, learning_rate=saved.arguments["learning_rate"])
     for name, classifier in classifiers.items():

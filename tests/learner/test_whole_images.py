@@ -182,6 +182,12 @@ def test_saved_learner_resizes_as_it_learned(resize, large, tmp_path):
     for given in (None, replace(made.args, image_resize="processor"), made.args):
         loaded = load(base_model=learner(False).clip, args=given)
         assert torch.equal(loaded.image_embeds(load_data(large)), expected)
+        loaded.change_settings(given or LearnerArguments())
+        loaded.save_pretrained(tmp_path / "again")
+        again = ClassIncrementalLearner.from_pretrained(
+            tmp_path / "again", base_model=learner(False).clip, args=made.args
+        )
+        assert again.args.image_resize == resize
     with pytest.raises(ValueError, match=f"image_resize is 'crop', but the learner in .* has learned with '{resize}'"):
         load(base_model=learner(False).clip, args=replace(made.args, image_resize="crop"))
     with pytest.raises(ValueError, match="image_resize is 'crop', but this learner was made with"):
