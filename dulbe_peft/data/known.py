@@ -47,17 +47,22 @@ class KnownImages:
             {other: contents for other, contents in kind.items() if other != name}
             for kind in (self.learned, self.tested)
         )
-        return replace(self, learned=learned, tested=tested)
+        return replace(self, learned=learned, tested=tested)._with_groups_of_learned()
 
     def renamed(self, old: str, new: str) -> Self:
         """Return a copy with class `old` renamed to `new`, which may already have images."""
-        moved = KnownImages({new: self.learned.get(old, ())}, {new: self.tested.get(old, ())})
+        moved = KnownImages({new: self.learned.get(old, ())}, {new: self.tested.get(old, ())}, groups=self.groups)
         return self.without_class(old).merged(moved)
 
     def without_contents(self, gone: Collection[bytes]) -> Self:
         """Return a copy without the learned images whose content is in `gone`."""
         kept = {name: tuple(content for content in of if content not in gone) for name, of in self.learned.items()}
-        return replace(self, learned=kept)
+        return replace(self, learned=kept)._with_groups_of_learned()
+
+    def _with_groups_of_learned(self) -> Self:
+        """Return a copy with the groups of images that are still learned under any class."""
+        learned = self.class_of()
+        return replace(self, groups={content: group for content, group in self.groups.items() if content in learned})
 
     def merged(self, other: "KnownImages") -> Self:
         """Return a copy that also records the images of another learner."""
