@@ -319,10 +319,10 @@ def order(results: Path, classifier: str) -> list[list[str]]:
     return [["stream", *next(iter(by_stream.values()))], *lines]
 
 
-def suggest(results: Path, labels: str, ways: str) -> list[list[str]]:
+def suggest(results: Path, labels: str, ways: str, folder: str = "suggest") -> list[list[str]]:
     """Return a line for each stream and number of labels per class: accuracy by selection method, the best in bold."""
     by_line: dict[tuple[str, str], dict[str, float]] = {}
-    for path in sorted(results.glob("suggest/*.json")):
+    for path in sorted(results.glob(f"{folder}/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             if str(row["labels"]) in labels.split(",") and row["way"] in ways.split(","):
                 by_line.setdefault((row["stream"], str(row["labels"])), {})[row["way"]] = row["value"]

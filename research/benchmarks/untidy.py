@@ -63,10 +63,16 @@ def wrong_labels(tasks: list[Task], share: float, generator: torch.Generator) ->
 
 
 def wrong_names(features: dict[str, Any], share: float, generator: torch.Generator) -> dict[str, Any]:
-    """Return the features in which a share of the classes pass their texts on in a circle."""
+    """Return the features in which a share of the classes pass their texts on in a circle.
+
+    Raises:
+        ValueError: If this is fewer than two classes, so that no name would be wrong.
+    """
     if features["text"] is None:
         return features
     texts = features["text"].clone()
+    if share > 0 and round(share * len(texts)) < 2:
+        raise ValueError(f"names:{share:g} changes no name of {len(texts)} classes: take more classes")
     chosen = torch.randperm(len(texts), generator=generator)[: round(share * len(texts))]
     texts[chosen] = texts[chosen.roll(1)]
     return features | {"text": texts, "misnamed": chosen.tolist()}

@@ -366,6 +366,8 @@ def test_few_classes_keep_their_images_and_the_others_one():
             assert torch.equal(*first)
     with pytest.raises(ValueError, match="few:N"):
         untidy.untidy("some:3", {}, tasks, seed=0)
+    with pytest.raises(ValueError, match="changes no name of 7 classes"):
+        untidy.untidy("names:0.2", {"text": torch.eye(7)}, tasks, seed=0)
 
 
 def test_estimates_of_untidy_folders_speak_for_their_classes_and_leave_out_groups():
