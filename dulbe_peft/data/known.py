@@ -96,6 +96,16 @@ class KnownImages:
                 seen.setdefault(content, label)
         return rows, twice
 
+    def regrouped(self, images: LabelledImages) -> LabelledImages:
+        """Return images with the groups with which they were learned before; others are groups of their own."""
+        contents = [content or b"" for content in images.contents()]
+        if not self.groups.keys() & {*contents}:
+            return images
+        part = images.at(slice(None))
+        own = (int.from_bytes(content[:8], "little") >> 1 for content in contents)
+        part.groups = np.array([self.groups.get(*each) for each in zip(contents, own, strict=True)])
+        return part
+
     def arrays(self, class_names: Sequence[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         """Return the arrays and metadata to save: contents, (n, 32) in uint8, and each content's class index, (n,)."""
         place = {name: row for row, name in enumerate(class_names)}

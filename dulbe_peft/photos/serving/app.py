@@ -137,7 +137,7 @@ class App:
         self.table.check()
         self.finish()
         known, state, labels = name in self.learner.class_names, self.learner.state, dict(self.table.labels)
-        given = named_images([{"image": file, "label": 0} for file in files], [name])
+        given = state.known.regrouped(named_images([{"image": file, "label": 0} for file in files], [name]))
         rows, skipped = state.known.new_rows(given)
         contents = given.contents()
         moved = {contents[row]: row for row in skipped.pop("of another class", [])}

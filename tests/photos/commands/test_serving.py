@@ -543,3 +543,7 @@ def test_labelling_shows_each_item_once_and_learns_the_groups(learner, heap):
     assert numbers[work.left[0]] != numbers[place] or not rest
     work.learn([place])
     assert learner.state.known.groups[work.content[place]] == numbers[place]
+    file = Path(work.images.item_name(place)).read_bytes()
+    app.teach({"class": "moved", "images": [base64.b64encode(file).decode()]})
+    known = app.learner.state.known
+    assert known.class_of()[work.content[place]] == "moved" and known.groups[work.content[place]] == numbers[place]
