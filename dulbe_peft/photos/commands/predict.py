@@ -50,8 +50,8 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
 HEADER = ["path", "predicted", "probability", "novelty"]
 MEASURED = "when each of your classes was left out in turn, {:.0f} of 100 of its images were recognised as unknown"
 SINGLE = (
-    "{} of {} classes have one image, which cannot be left out: more of their images are rejected than --reject says, "
-    "and fewer images are recognised as unknown"
+    "{} of {} classes have one image or group, which cannot be left out: more of their images are rejected than "
+    "--reject says, and fewer images are recognised as unknown"
 )
 UNRELIABLE = (
     "--reject is not reliable here: when each class was left out in turn, its images were more novel than images of "
@@ -106,9 +106,10 @@ def predict(
             print(UNRELIABLE.format(100 * area), file=sys.stderr)
         if share is not None:
             print(f"--reject {query.reject:g}: {MEASURED.format(100 * share)}", file=sys.stderr)
-        counts = loaded.classifier.state.get("counts")
-        if counts is not None and (single := int((counts == 1).sum())):
-            print(SINGLE.format(single, len(counts)), file=sys.stderr)
+        known = loaded.state.known
+        items = [len({known.groups.get(content, content) for content in of}) for of in known.learned.values()]
+        if single := items.count(1):
+            print(SINGLE.format(single, len(items)), file=sys.stderr)
     rows: list[Prediction] = []
     photographs = unlabelled_images(images)
     with ExitStack() as opened:

@@ -209,9 +209,12 @@ def test_rejection_says_that_classes_with_one_image_are_rejected_more_often(heap
     assert call("predict", june, heap / "one-0.png", *words) == 0
     assert "have one image" not in capsys.readouterr().err
     (tmp_path / "june" / "three").mkdir(exist_ok=True)
-    shutil.copy(heap / "three-4.png", tmp_path / "june" / "three")
     model = ["--model", demo_model_folder(), "--classifiers", "lda"]
-    assert call("run", "--data", tmp_path / "june", *model, "--output", tmp_path / "more") == 0
-    capsys.readouterr()
-    assert call("predict", tmp_path / "more", heap / "one-0.png", *words) == 0
-    assert "1 of 4 classes have one image, which cannot be left out" in capsys.readouterr().err
+    for numbers, group in (([4], []), ([4, 5], ["--group", "(three)"])):
+        for number in numbers:
+            shutil.copy(heap / f"three-{number}.png", tmp_path / "june" / "three")
+        out = tmp_path / f"learner{len(numbers)}"
+        assert call("run", "--data", tmp_path / "june", *model, *group, "--output", out) == 0
+        capsys.readouterr()
+        assert call("predict", out, heap / "one-0.png", *words) == 0
+        assert "1 of 4 classes have one image or group, which cannot be left out" in capsys.readouterr().err
