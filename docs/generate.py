@@ -204,7 +204,7 @@ def picture_label(page: Any, work: Path) -> None:
     heap.mkdir()
     photograph = Image.fromarray(load_sample_image("china.jpg"))
     for number, corner in enumerate(range(80, 480, 80)):
-        photograph.crop((corner, 60, corner + 240, 300)).save(heap / f"{number}.jpg")
+        photograph.crop((corner, 60, corner + 160, 220)).save(heap / f"{number}.jpg")
     learner = ClassIncrementalLearner.from_pretrained("out-february")
     with make_server(learner, port=0, output="taught", photographs="heap") as server:
         Thread(target=server.serve_forever, daemon=True).start()
