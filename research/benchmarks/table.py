@@ -61,7 +61,8 @@ def line(row: dict[str, Any]) -> str:
     if isinstance(goal, float):
         goal = f"≤ {goal:.2f}"
     if "value" in row:
-        value = f"**{number(row['value'])}** {row['unit']}".rstrip()
+        known = row["value"] is not None
+        value = f"**{number(row['value'])}** {row['unit']}".rstrip() if known else "not measured"
         return f"| {row['what']} | {goal} | {value} |"
     spread = next(row["ratio"][clock] for clock in ("bytes", "cpu", "wall") if clock in row["ratio"])
     return f"| {row['what']} | {goal} | {cell(spread)} |"
