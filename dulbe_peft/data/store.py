@@ -34,7 +34,7 @@ DAY = 24 * 60 * 60  # seconds
 _QUERY_SIZE = 500  # images in one query
 _TABLE = """CREATE TABLE features
     (way BLOB, content BLOB, embedding BLOB, checksum INTEGER, UNIQUE (way, content))"""
-_USED = "CREATE TABLE IF NOT EXISTS used (content BLOB PRIMARY KEY, day INTEGER)"
+_USED = "CREATE TABLE used (content BLOB PRIMARY KEY, day INTEGER)"
 _GLANCES = "CREATE TABLE IF NOT EXISTS glances (content BLOB PRIMARY KEY, record BLOB, checksum INTEGER)"
 # Network file systems on which SQLite's locks do not reach other machines: with one of these mount options, or always.
 _NO_LOCKS = {"nfs": ("nolock", "local_lock=all", "local_lock=posix"), "cifs": ("nobrl",), "smb3": ("nobrl",)}
@@ -124,9 +124,8 @@ class FeatureStore:
 
     def _mark(self, database: sqlite3.Connection, contents: Iterable[bytes]) -> None:
         """Record that the images are used today."""
-        day, rows = int(time.time() // DAY), [*contents]
+        day, rows = _today(database), [*contents]
         newer = "ON CONFLICT (content) DO UPDATE SET day = excluded.day WHERE day < excluded.day"
-        database.execute(_USED)
         database.executemany(f"INSERT INTO used VALUES (?, ?) {newer}", [(content, day) for content in rows])
         self._marked.update(rows)
 
@@ -143,9 +142,8 @@ class FeatureStore:
         try:
             with self._opened() as database:
                 database.execute("BEGIN IMMEDIATE")
-                database.execute(_USED)
                 database.execute(_GLANCES)
-                last = int(time.time() // DAY) - days - 1 if days else sys.maxsize
+                last = _today(database) - days - 1 if days else sys.maxsize
                 features, pictures, _ = (
                     database.execute(f"DELETE FROM {table} {unused}", [last]).rowcount
                     for table in ("features", "glances", "used")
@@ -279,6 +277,15 @@ def _make(database: sqlite3.Connection) -> None:
         database.execute(f"PRAGMA application_id = {APPLICATION}")
         database.execute(f"PRAGMA user_version = {VERSION}")
     database.execute("COMMIT")
+
+
+def _today(database: sqlite3.Connection) -> int:
+    """Return the number of the day. In a file without the table `used`, make it: all images count as used today."""
+    day = int(time.time() // DAY)
+    if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'used'").fetchone():
+        database.execute(_USED)
+        database.execute("INSERT INTO used SELECT DISTINCT content, ? FROM features", [day])
+    return day
 
 
 def _number(database: sqlite3.Connection, name: str) -> int:

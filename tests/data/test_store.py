@@ -512,6 +512,20 @@ def test_prune_removes_what_was_not_used_lately_and_nothing_else(tmp_path, monke
     assert second.get(key, contents) == {} and second.facts()[0] == 0 and path.stat().st_size < 2**17
 
 
+@pytest.mark.parametrize("first", ["prune", "get"])
+def test_what_an_older_file_contains_counts_as_used_when_uses_are_first_recorded(tmp_path, first):
+    contents, features = some_features()
+    store, key = FeatureStore(tmp_path / "f.sqlite"), EncoderKey("a", "float32", "torch")
+    store.put(key, contents, features)
+    store.put(EncoderKey("b", "float32", "torch"), contents, features)
+    with closing(sqlite3.connect(store.path)) as database:
+        database.execute("DROP TABLE used")
+    store = FeatureStore(store.path)
+    if first == "get":
+        store.get(key, contents[:1])
+    assert store.prune(9).features == 0 and len(store.get(key, contents)) == len(contents)
+
+
 def test_prune_beside_another_process_loses_nothing_new(tmp_path):
     """A reader holds the file, so that it cannot shrink; then a writer does, and pruning waits for it."""
     contents, features = some_features()
