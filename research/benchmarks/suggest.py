@@ -71,11 +71,16 @@ def part(features: dict[str, Any], begins: str) -> dict[str, Any]:
 
 
 def after(kind: str, features: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Return the features after what `kind` of `research.benchmarks.untidy` says happened to the training images."""
-    nothing = features["train"][:0]
-    task = frozen.Task(
-        list(range(len(features["names"]))), features["train"], features["y"].tolist(), nothing, [], nothing, []
-    )
+    """Return the features after what `kind` of `research.benchmarks.untidy` says happened to the training images.
+
+    Of bursts there are half as many as images; the others are those from which frames are made.
+    """
+    rows = torch.randperm(len(features["train"]), generator=torch.Generator().manual_seed(seed))
+    if kind.startswith(("bursts", "groups")):
+        rows = rows[::2]
+    rows, nothing = rows.sort().values, features["train"][:0]
+    every, labels = list(range(len(features["names"]))), features["y"][rows].tolist()
+    task = frozen.Task(every, features["train"][rows], labels, nothing, [], nothing, [])
     features, (task,) = untidy(kind, features, [task], seed)
     return features | {"train": task.train, "y": torch.tensor(task.y), "groups": task.groups}
 

@@ -7,8 +7,9 @@
     few:3         three classes, spread over the stream, keep their images, and the others keep one each
     none          as it is
 
-A frame is z + `APART` (u - v), normalised, with u and v two images of a random class: it differs from z as images of a
-class differ, but less. On 100 photographs of clothes, DeiT's features of crops with another angle and brightness have
+A frame is z + `APART` (u - v), normalised, with u and v two images of a random class that are not learned: it differs
+from z as images of a class differ, but less. If u were learned, the frames of other images would tell how u differs
+from its class. On 100 photographs of clothes, DeiT's features of crops with another angle and brightness have
 a mean cosine of 0.87 with the photograph, and images of a class 0.43; `APART` makes frames as close.
 """
 
@@ -33,7 +34,11 @@ def untidy(kind: str, features: dict[str, Any], tasks: list[Task], seed: int) ->
     if what == "names":
         return wrong_names(features, float(amount), generator), tasks
     if what in ("bursts", "groups"):
-        frames = [with_frames(task, int(amount), features["train"], features["y"], generator) for task in tasks]
+        learned = {row.numpy().tobytes() for task in tasks for row in task.train}
+        free = torch.tensor([row.numpy().tobytes() not in learned for row in features["train"]])
+        frames = [
+            with_frames(task, int(amount), features["train"][free], features["y"][free], generator) for task in tasks
+        ]
         return features, [replace(task, groups=task.groups if what == "groups" else []) for task in frames]
     if what == "few":
         return features, few_classes(tasks, int(amount))
@@ -95,10 +100,15 @@ def few_classes(tasks: list[Task], number: int) -> list[Task]:
 def with_frames(task: Task, frames: int, pool: Tensor, owners: Tensor, generator: torch.Generator) -> Task:
     """Return the task with further frames of each image, which form a group with it.
 
-    `pool`, (n, d), are images of the stream and `owners` their classes.
+    `pool`, (n, d), are images of the stream that are not learned, and `owners` their classes.
+
+    Raises:
+        ValueError: If no class has two of them.
     """
     order = owners.argsort(stable=True)
     pairs = torch.stack([order[:-1], order[1:]])[:, owners[order[:-1]] == owners[order[1:]]]
+    if not pairs.shape[1]:
+        raise ValueError("no class has two images that are not learned, from which frames are made: take fewer images")
     made = [task.train]
     for _ in range(frames):
         first, second = pairs[:, torch.randint(pairs.shape[1], (len(task.train),), generator=generator)]

@@ -370,6 +370,22 @@ def test_few_classes_keep_their_images_and_the_others_one():
         untidy.untidy("names:0.2", {"text": torch.eye(7)}, tasks, seed=0)
 
 
+def test_frames_are_made_from_images_that_are_not_learned():
+    features = blobs(4, 6)
+    tasks = frozen.draw(features, "4", 2, seed=0)
+    _, framed = untidy.untidy("groups:2", features, tasks, seed=0)
+    assert [len(task.train) for task in framed] == [24, 24] and framed[0].groups == 3 * list(range(8))
+    used = torch.cat([task.train for task in tasks])
+    spare = features["train"][torch.cdist(features["train"], used).amin(dim=1) > 1e-6]
+    for before, after in zip(tasks, framed, strict=True):
+        for number, frame in enumerate(after.train[8:]):
+            image = before.train[number % 8]
+            made = [F.normalize(image + untidy.APART * (u - v), dim=0) for u in spare for v in spare]
+            assert min(float((each - frame).norm()) for each in made) < 1e-5
+    with pytest.raises(ValueError, match="no class has two images that are not learned"):
+        untidy.untidy("groups:2", features, frozen.draw(features, "6", 2, seed=0), seed=0)
+
+
 def test_estimates_of_untidy_folders_speak_for_their_classes_and_leave_out_groups():
     others = blobs(6, 30, seed=1, spread=0.6)
     features = blobs(6, 8, spread=0.6) | {"test": others["test"], "truth": others["truth"]}
