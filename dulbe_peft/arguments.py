@@ -161,7 +161,7 @@ class LearnerArguments:
     whole_images: bool = setting(
         False,
         "Decode JPEG files whole. Otherwise large ones are decoded at 1/2, 1/4 or 1/8 of their size, with at least "
-        "six times as many pixels a side as the model reads.",
+        "1,344 pixels a side, and six times as many as the model reads.",
     )
     features: Literal["projected", "unprojected"] = setting(
         "projected",
