@@ -309,12 +309,12 @@ def refused(results: Path) -> str:
     )
 
 
-def untidied(results: Path, classifier: str, copies: str = "4", share: str = "0.1") -> str:
-    """Return what near copies of the images and wrong labels do, with ranges over the streams."""
-    held, errors = (lines_of(results, figure, "untidy") for figure in ("covered", "ECE"))
+def untidied(results: Path, classifier: str, copies: str = "4", share: str = "0.1", names: str = "names:0.2") -> str:
+    """Return what near copies of the images, wrong labels and wrong names do, with ranges over the streams."""
+    held, errors, right = (lines_of(results, figure, "untidy") for figure in ("covered", "ECE", "A_last"))
 
-    def ends(lines: dict[Line, dict[str, float]], kind: str) -> str:
-        ending = f", {kind}" if kind else " names"
+    def ends(lines: dict[Line, dict[str, float]], kind: str, of: str = " names") -> str:
+        ending = f"{of}, {kind}" if kind else of
         values = [row[classifier] for (stream, _), row in lines.items() if stream.endswith(ending)]
         return f"{one(min(values))} to {one(max(values))}"
 
@@ -325,7 +325,8 @@ def untidied(results: Path, classifier: str, copies: str = "4", share: str = "0.
         f"sets of 90 % held the right class of {ends(held, f'bursts:{copies}')} % of the test images with {copies} "
         f"near copies of each image, and of {ends(held, f'groups:{copies}')} % with their groups. With "
         f"{100 * float(share):.0f} % wrong labels, the calibration error was {ends(errors, f'labels:{share}')} points "
-        f"instead of {ends(errors, '')} ([all lines]({ALL_LINES}))."
+        f"instead of {ends(errors, '')}. With {100 * float(names.partition(':')[2]):.0f} % of the names exchanged, "
+        f"the accuracy was {ends(right, names)} % instead of {ends(right, '', OWN)} ([all lines]({ALL_LINES}))."
     )
 
 
