@@ -309,24 +309,27 @@ def refused(results: Path) -> str:
     )
 
 
-def untidied(results: Path, classifier: str, copies: str = "4", share: str = "0.1", names: str = "names:0.2") -> str:
+def untidied(
+    results: Path, classifier: str, counts: str = "8", copies: str = "4", share: str = "0.1", names: str = "0.2"
+) -> str:
     """Return what near copies of the images, wrong labels and wrong names do, with ranges over the streams."""
     held, errors, right = (lines_of(results, figure, "untidy") for figure in ("covered", "ECE", "A_last"))
 
-    def ends(lines: dict[Line, dict[str, float]], kind: str, of: str = " names") -> str:
-        ending = f"{of}, {kind}" if kind else of
-        values = [row[classifier] for (stream, _), row in lines.items() if stream.endswith(ending)]
+    def ends(lines: dict[Line, dict[str, float]], kind: str) -> str:
+        ending = f", {kind}" if kind else " names"
+        values = [row[classifier] for key, row in lines.items() if key[1] == counts and key[0].endswith(ending)]
         return f"{one(min(values))} to {one(max(values))}"
 
-    streams = {stream for stream, _ in errors if stream.endswith(" names")}
-    data, counts = {stream.partition(",")[0] for stream in streams}, {count for _, count in errors}
+    data = {stream.partition(",")[0] for stream, number in errors if number == counts}
+    exchanged = {key: row[classifier] for key, row in right.items() if key[0].endswith(f", names:{names}")}
+    lost = [right[key[0].rpartition(", ")[0], key[1]][classifier] - value for key, value in exchanged.items()]
     return (
-        f"On {len(data)} data sets of published features with {' or '.join(sorted(counts))} images of each class, "
-        f"sets of 90 % held the right class of {ends(held, f'bursts:{copies}')} % of the test images with {copies} "
-        f"near copies of each image, and of {ends(held, f'groups:{copies}')} % with their groups. With "
-        f"{100 * float(share):.0f} % wrong labels, the calibration error was {ends(errors, f'labels:{share}')} points "
-        f"instead of {ends(errors, '')}. With {100 * float(names.partition(':')[2]):.0f} % of the names exchanged, "
-        f"the accuracy was {ends(right, names)} % instead of {ends(right, '', OWN)} ([all lines]({ALL_LINES}))."
+        f"On {len(data)} data sets of published features with {counts} images of each class, sets of 90 % held the "
+        f"right class of {ends(held, f'bursts:{copies}')} % of the test images with {copies} near copies of each "
+        f"image, and of {ends(held, f'groups:{copies}')} % with their groups. With {100 * float(share):.0f} % wrong "
+        f"labels, the calibration error was {ends(errors, f'labels:{share}')} points instead of {ends(errors, '')}. "
+        f"With {100 * float(names):.0f} % of the names exchanged, {one(min(lost))} to {one(max(lost))} points of "
+        f"accuracy are lost ([all lines]({ALL_LINES}))."
     )
 
 
