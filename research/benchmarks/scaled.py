@@ -79,9 +79,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         clip, processor = load_dual_encoder(name)
         models.append(Model(Path(name).name, clip.eval(), processor, answering(name, clip, processor)))
     kinds, results = encoded(files, models, values.times)
+    wheres = {times: f"{times:g} times and {LEAST_SIDE:,} pixels" for times in values.times}
     for model, of in zip(models, results, strict=True):
-        rows += [row for times in values.times for row in compared(f"{times:g} times, {model.name}", kinds, of, times)]
-    rows += [together(f"{times:g} times", kinds, results, times) for times in values.times]
+        rows += [
+            row for times, where in wheres.items() for row in compared(f"{where}, {model.name}", kinds, of, times)
+        ]
+    smaller = [times for times in values.times if any(any(of[times].smaller) for of in results)]
+    rows += [together(wheres[times], kinds, results, times) for times in smaller]
     values.models = [Path(name).name for name in values.models]
     common.write("scaled", values, argv, rows)
 
