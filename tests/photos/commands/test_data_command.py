@@ -1,5 +1,6 @@
 """Test what `check` and `run` report about the data, and what unreadable files do to a stream."""
 
+import html
 import json
 import re
 import shutil
@@ -312,8 +313,9 @@ def test_check_names_the_folders_whose_name_does_not_describe_their_images(
             (folder / split / old).rename(folder / split / new)
     command = ["check", str(folder), "--check-labels", "--model", str(demo_model_folder()), "--device", "cpu"]
     assert main([*command, "--page", str(page)]) == 0
-    assert "\nthese names do not describe their images: 'one', 'two'; rename them, or" in capsys.readouterr().out
-    assert "<p>These names do not describe their images: " in page.read_text(encoding="utf-8")
+    said = "these names do not describe their images, and 'bayes' does not use them: 'one', 'two'; rename them, or"
+    assert f"\n{said}" in capsys.readouterr().out
+    assert f"<p>{said[0].upper()}{said[1:]}" in html.unescape(page.read_text(encoding="utf-8"))
 
 
 def test_page_shows_file_names_that_are_not_utf8(tmp_path):
