@@ -18,7 +18,7 @@ correction is made.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 
@@ -45,6 +45,7 @@ from dulbe_peft.training.state import Estimates, LearnerState
 
 MOST_LEFT_OUT = 1000  # images
 PARTS = 10  # parts into which images are divided to be left out
+LEAST_WRONG = 0.01  # fewer wrong labels are not told from a few unusual images: flowers with right labels have 0.001
 NORMAL = 1.959964  # the normal quantile for a 95 % interval
 
 
@@ -88,15 +89,19 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
     shares = {name: left_out_share(each, rows, labels, groups) for name, each in state.classifiers.items()}
     classes = tuple(state.class_names[label] for label in labels.unique().tolist())
     known = {name: share for name, share in shares.items() if share is not None}
-    if (wrong := surely_wrong(state.classifier)) is not None:
+    if (wrong := surely_wrong(state.classifiers.values())) is not None:
         known = {name: corrected(share, wrong, len(place)) for name, share in known.items()}
     return now.model_copy(update={"images": len(rows), "classes": classes, "shares": known, "wrong": wrong})
 
 
-def surely_wrong(classifier: Classifier) -> tuple[float, float, float] | None:
-    """Return the share of wrong labels with its interval, or None if the interval contains 0."""
-    wrong = classifier.wrong_labels
-    return wrong if wrong is not None and wrong[1] > 0 else None
+def surely_wrong(classifiers: Iterable[Classifier]) -> tuple[float, float, float] | None:
+    """Return the share of wrong labels with its interval, or None if it may be less than `LEAST_WRONG`.
+
+    Only `bayes` is asked. The errors of `lda` are more extreme than one temperature describes: on textures with right
+    labels, it found 2 to 12 % wrong ones in four draws of four, and `bayes` at most 2 %.
+    """
+    wrong = next((each.wrong_labels for each in classifiers if isinstance(each, BayesClassifier)), None)
+    return wrong if wrong is not None and wrong[1] >= LEAST_WRONG else None
 
 
 def corrected(

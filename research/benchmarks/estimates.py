@@ -45,7 +45,7 @@ def figures(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> dict[
         return found
     of = labels[chosen]
     estimate = left_out_share(classifier, images[chosen], of, None if groups is None else groups[chosen])
-    if estimate is not None and (wrong := surely_wrong(classifier)) is not None:
+    if estimate is not None and (wrong := surely_wrong([classifier])) is not None:
         estimate = corrected(estimate, wrong, len(seen))
     found["test, classes of the estimate"] = float(right[torch.isin(truth, of)].double().mean())
     return dict(zip(("estimate", "low", "high"), estimate or (), strict=False)) | found

@@ -7,9 +7,9 @@ import torch
 from taught import clusters
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.classifiers import BayesClassifier, make_classifier
 from dulbe_peft.classifiers.groups import MANY_ALIKE, share_alike
-from dulbe_peft.training.estimating import corrected, estimates_of
+from dulbe_peft.training.estimating import corrected, estimates_of, surely_wrong
 from dulbe_peft.training.state import Estimates
 
 
@@ -38,6 +38,19 @@ def test_swapped_labels_are_counted_and_do_not_make_answers_unsure(spec):
     assert low <= 0.1 <= high and low > 0.02 and abs(share - 0.1) < 0.05
     largest = [float(each.probabilities(images).amax(dim=1).mean()) for each in (right, swapped)]
     assert largest[1] > largest[0] - 0.1
+    said = surely_wrong([swapped])
+    assert said == (swapped.wrong_labels if spec == "bayes" else None)
+
+
+def test_only_bayes_claims_wrong_labels_and_no_few_ones():
+    few, many, none = (BayesClassifier(4, 1.0) for _ in range(3))
+    assert none.wrong_labels is None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(BayesClassifier, "wrong_labels", property(lambda self: shares[id(self)]))
+        shares = {id(few): (0.004, 0.001, 0.016), id(many): (0.1, 0.02, 0.2), id(none): None}
+        lda = SimpleNamespace(wrong_labels=(0.12, 0.07, 0.2))
+        for own, expected in ((few, None), (many, (0.1, 0.02, 0.2)), (none, None), (lda, None)):
+            assert surely_wrong([lda, own]) == expected
 
 
 @pytest.mark.parametrize("spec", ["bayes", "lda"])
