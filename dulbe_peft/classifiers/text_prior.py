@@ -51,7 +51,7 @@ A class without a text has t_c = 0. If there are no texts, a = 0.
 With one image of each class, the errors of images and texts are added with their correlation (0 to 0.6), which is
 estimated from the scores of wrong classes. Nothing is left out that would tell the temperature of the images. It
 follows the spread of the scores of wrong classes at the class means, which explains a part of it: on two halves of
-twelve sets, without names, the calibration error is 10 instead of 12 points, and 13 instead of 16, but 24 on flowers.
+twelve sets, without names, the calibration error is 10 instead of 12 points, and 13 instead of 16, but 25 on flowers.
 The temperature is chosen from the left-out images of all tasks. When each task had its own, in the units of its
 scores, the probabilities of 20 named ImageNet classes were up to 33 points too low.
 With 60 test images, even correct probabilities have a calibration error of 4 to 13 points.

@@ -189,6 +189,7 @@ class FeatureStore:
             database.execute("BEGIN IMMEDIATE")
             database.execute(_GLANCES)
             database.executemany("INSERT OR REPLACE INTO glances VALUES (?, ?, ?)", rows)
+            self._mark(database, (content for content, *_ in rows))
             database.execute("COMMIT")
 
         if rows and os.environ.get(PICTURES) != "0":
@@ -284,7 +285,9 @@ def _today(database: sqlite3.Connection) -> int:
     day = int(time.time() // DAY)
     if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'used'").fetchone():
         database.execute(_USED)
-        database.execute("INSERT INTO used SELECT DISTINCT content, ? FROM features", [day])
+        database.execute(_GLANCES)
+        every = "SELECT content FROM features UNION SELECT content FROM glances"
+        database.execute(f"INSERT INTO used SELECT content, ? FROM ({every})", [day])
     return day
 
 

@@ -518,12 +518,22 @@ def test_what_an_older_file_contains_counts_as_used_when_uses_are_first_recorded
     store, key = FeatureStore(tmp_path / "f.sqlite"), EncoderKey("a", "float32", "torch")
     store.put(key, contents, features)
     store.put(EncoderKey("b", "float32", "torch"), contents, features)
+    store.put_glances({b"only a picture" + bytes(18): Glance(Header((8, 8), 1, None), bytes(256), b"")})
     with closing(sqlite3.connect(store.path)) as database:
         database.execute("DROP TABLE used")
     store = FeatureStore(store.path)
     if first == "get":
         store.get(key, contents[:1])
-    assert store.prune(9).features == 0 and len(store.get(key, contents)) == len(contents)
+    assert store.prune(9)[:2] == (0, 0) and len(store.get(key, contents)) == len(contents)
+
+
+def test_pictures_of_images_without_features_are_kept_as_long_as_features(tmp_path, monkeypatch):
+    """Strategies that train keep pictures only."""
+    store, old = FeatureStore(tmp_path / "f.sqlite"), time.time()
+    store.put_glances({bytes(32): Glance(Header((8, 8), 1, None), bytes(256), b"")})
+    assert store.prune(9).pictures == 0
+    monkeypatch.setattr(stores.time, "time", lambda: old + 11 * stores.DAY)
+    assert store.prune(9).pictures == 1
 
 
 def test_prune_beside_another_process_loses_nothing_new(tmp_path):
