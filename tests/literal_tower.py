@@ -12,8 +12,8 @@ def normal(*shape, seed=0):
 def literal_tower(clip, pixels, prefixes, tokens=None, pooled=False, beside=None, whole=True):
     """Return the unit feature of one image, (3, h, w), by CLIP's tower in float64, with the prompts of this image.
 
-    `beside(block, y)` is added to the output of each block's MLP, which reads y. Without `whole`, return what the
-    projection reads, and the class token after each block, instead.
+    `beside(block, x)` is added to the output of each block; x are the tokens before the norm that its MLP reads.
+    Without `whole`, return what the projection reads, and the class token after each block, instead.
     """
     weights = {name: tensor.double() for name, tensor in clip.state_dict().items()}
     config = clip.config.vision_config
@@ -48,9 +48,8 @@ def literal_tower(clip, pixels, prefixes, tokens=None, pooled=False, beside=None
             scores = (q[:, columns] @ k[:, columns].T / depth**0.5).softmax(dim=1)
             parts.append(scores @ v[:, columns])
         x = x + linear(torch.cat(parts, dim=1), f"{at}.self_attn.out_proj")
-        y = norm(x, f"{at}.layer_norm2")
-        x = x + linear(ACT2FN[config.hidden_act](linear(y, f"{at}.mlp.fc1")), f"{at}.mlp.fc2")
-        x = x if beside is None else x + beside(block, y)
+        y, network = norm(x, f"{at}.layer_norm2"), 0.0 if beside is None else beside(block, x)
+        x = x + linear(ACT2FN[config.hidden_act](linear(y, f"{at}.mlp.fc1")), f"{at}.mlp.fc2") + network
         after.append(x[0])
     outputs = x[1 : 1 + len(tokens)] if pooled else x[:1]
     pooled_output = norm(outputs, "vision_model.post_layernorm").mean(dim=0)

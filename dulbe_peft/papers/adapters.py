@@ -1,4 +1,9 @@
-"""Small networks beside the MLP of every block: y = MLP(x) + update(x), for x, (n, tokens, width), after the norm."""
+"""Small networks beside the MLP of every block, which read its tokens x, (n, tokens, width), before the layer norm.
+
+    x' = x + MLP(norm(x)) + update(x)       x: the tokens after the attention, with its residual
+
+Where a block scales the output of its MLP, the update is not scaled.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -7,26 +12,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dulbe_peft.encoders.encoding import hooked
 from dulbe_peft.encoders.loading import encoder_of
 from dulbe_peft.papers.fitting import uniform
 
-_MLP = re.compile(r"layers?\.\d+\.mlp$")
+_MLP = re.compile(r"(.*layers?\.\d+)\.mlp$")
+_NORMS = ("layer_norm2", "layernorm_after", "norm2")  # transformers' names of the norm whose output an MLP reads
 
 
-def mlps_of(clip: nn.Module, text: bool = False) -> list[nn.Module]:
-    """Return the MLP of every block of the vision tower, or of the text tower with `text`, in order."""
+def mlp_blocks(clip: nn.Module, text: bool = False) -> list[tuple[nn.Module, nn.Module]]:
+    """Return each block of the vision tower, or of the text tower with `text`, and the norm before its MLP."""
     tower = encoder_of(clip).text_tower
-    found = [
-        module
-        for name, module in clip.named_modules()
-        if _MLP.search(name) and text == (tower is not None and name.startswith(f"{tower}."))
+    names = [match[1] for name, _ in clip.named_modules() if (match := _MLP.search(name))]
+    blocks = [
+        clip.get_submodule(name) for name in names if text == (tower is not None and name.startswith(f"{tower}."))
     ]
-    if not found:
+    if not blocks:
         which = "text" if text else "vision"
         raise ValueError(f"the {which} tower of a {type(clip).__name__} has no MLP of its own in each block")
-    return found
+    return [(block, next(getattr(block, name) for name in _NORMS if hasattr(block, name))) for block in blocks]
 
 
 def width_of_mlps(clip: nn.Module, text: bool = False) -> int:
@@ -37,21 +43,45 @@ def width_of_mlps(clip: nn.Module, text: bool = False) -> int:
 
 
 @contextmanager
-def beside_mlps(modules: Sequence[nn.Module], update: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
-    """Add `update(block, x)` to the output of each MLP while the block runs."""
+def beside_mlps(
+    blocks: Sequence[tuple[nn.Module, nn.Module]], update: Callable[[int, Tensor], Tensor]
+) -> Iterator[None]:
+    """Add `update(number, x)` to the output of each block while the context is active."""
+    read: dict[int, Tensor] = {}
 
-    def hook_of(block: int) -> Callable[..., Tensor]:
-        return lambda _, given, result: result + update(block, given[0]).to(result.dtype)
+    def keep(number: int) -> Callable[..., None]:
+        return lambda _, given: read.update({number: given[0]})
 
-    with hooked(*((module.register_forward_hook, hook_of(block)) for block, module in enumerate(modules))):
+    def add(number: int) -> Callable[..., Any]:
+        def hook(_: nn.Module, __: object, result: Any) -> Any:
+            tokens, *rest = result if isinstance(result, tuple) else (result,)
+            tokens = tokens + update(number, read.pop(number)).to(tokens.dtype)
+            return (tokens, *rest) if isinstance(result, tuple) else tokens
+
+        return hook
+
+    hooks: list[Any] = []
+    for number, (block, norm) in enumerate(blocks):
+        hooks += [(norm.register_forward_pre_hook, keep(number)), (block.register_forward_hook, add(number))]
+    with hooked(*hooks):
         yield
 
 
-def bottleneck(x: Tensor, down: Tensor, up: Tensor, *biases: Tensor) -> Tensor:
-    """Return relu(x down' [+ bias]) up' [+ bias], for down, (r, width), and up, (width, r)."""
-    first, second = biases or (None, None)
-    hidden = torch.nn.functional.linear(x, down, first).relu()
-    return torch.nn.functional.linear(hidden, up, second)
+def bottleneck(
+    x: Tensor, down: Tensor, up: Tensor, down_bias: Tensor, up_bias: Tensor, dropout: float = 0.0
+) -> Tensor:
+    """Return U relu(D x + b) + c for every token.
+
+    Args:
+        x: (..., width).
+        down: D, (r, width).
+        up: U, (width, r).
+        down_bias: b, (r,).
+        up_bias: c, (width,).
+        dropout: Share of the hidden values that are set to 0; the others are scaled up.
+    """
+    hidden = F.dropout(F.linear(x, down, down_bias).relu(), dropout, training=dropout > 0)
+    return F.linear(hidden, up, up_bias)
 
 
 def started(generator: torch.Generator, *shape: int) -> Tensor:

@@ -10,6 +10,8 @@ from lives import images_of, learned, tiny_base, tiny_learner
 from torch.nn import functional as F
 
 from dulbe_peft.encoders.loading import unit_image_embeds, unit_text_embeds
+from dulbe_peft.papers import moe_adapters
+from dulbe_peft.papers.adapters import bottleneck
 from dulbe_peft.papers.aper import Adapted, Aper
 from dulbe_peft.papers.moe_adapters import Experts, MoeAdapters, gates, mixture
 from dulbe_peft.papers.two_towers import joined
@@ -28,11 +30,11 @@ def unit(clip, pixels, encoding):
     return encoding.image_embeds(clip, pixels, None).double()
 
 
-def literal_bottleneck(x, down, up, first=None, second=None):
+def literal_bottleneck(x, down, up, first, second):
     rows = []
     for token in x:
-        hidden = [max(0.0, float(token @ d) + (0.0 if first is None else float(first[i]))) for i, d in enumerate(down)]
-        rows.append(up @ torch.tensor(hidden, dtype=torch.float64) + (0.0 if second is None else second))
+        hidden = [max(0.0, float(token @ d + b)) for d, b in zip(down, first, strict=True)]
+        rows.append(up @ torch.tensor(hidden, dtype=torch.float64) + second)
     return torch.stack(rows)
 
 
@@ -101,6 +103,7 @@ def test_names_are_compared_by_the_mean_of_both_towers_scores():
 def experts(width, blocks=BLOCKS, count=3, seed=0):
     shapes = {"router": (blocks, width, count), "noise": (blocks, width, count)}
     shapes |= {"down": (blocks, count, R, width), "up": (blocks, count, width, R)}
+    shapes |= {"down_bias": (blocks, count, R), "up_bias": (blocks, count, width)}
     return {name: normal(*shape, seed=seed + i) for i, (name, shape) in enumerate(shapes.items())}
 
 
@@ -109,10 +112,11 @@ def literal_mixture(x, kept, block, top):
     scores = [float(x[0] @ column) for column in kept["router"][block].T]
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[:top]
     total = sum(math.exp(scores[i]) for i in best)
-    parts = [
-        math.exp(scores[i]) / total * literal_bottleneck(x, kept["down"][block, i], kept["up"][block, i]) for i in best
-    ]
-    return 0.1 * sum(parts)
+    return 0.1 * sum(math.exp(scores[i]) / total * literal_expert(x, kept, block, i) for i in best)
+
+
+def literal_expert(x, kept, block, i):
+    return literal_bottleneck(x, *(kept[name][block, i] for name in ("down", "up", "down_bias", "up_bias")))
 
 
 @pytest.mark.parametrize("top", [1, 2, 3])
@@ -133,9 +137,48 @@ def test_mixture_and_gates_equal_literal_ones():
         total = sum(math.exp(scores[row, i]) for i in best)
         expected = [math.exp(scores[row, i]) / total if i in best else 0.0 for i in range(3)]
         assert share[row].tolist() == pytest.approx(expected, rel=1e-12)
-        parts = [expected[i] * literal_bottleneck(x[row], kept["down"][0, i], kept["up"][0, i]) for i in range(3)]
-        torch.testing.assert_close(mixture(x, share, kept["down"][0], kept["up"][0])[row], sum(parts))
+        parts = [expected[i] * literal_expert(x[row], kept, 0, i) for i in range(3)]
+        networks = (kept[name][0] for name in ("down", "up", "down_bias", "up_bias"))
+        torch.testing.assert_close(mixture(x, share, *networks)[row], sum(parts))
     assert torch.equal(gates(scores, 9), scores.softmax(dim=1))
+
+
+def test_noise_and_dropout_act_in_training_only(clip64):
+    """Without noise weights, the noise has the deviation softplus(0) + 0.01; hidden values are dropped by a tenth."""
+    kept = {f"vision.{name}": tensor for name, tensor in experts(WIDTH).items()}
+    kept["vision.noise"] = torch.zeros_like(kept["vision.noise"])
+    pixels, seen = IMAGES[0][0].double().expand(500, -1, -1, -1), []
+    usual = moe_adapters.gates
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe_adapters, "gates", lambda scores, top: seen.append(scores.detach()) or usual(scores, top))
+        for training in (False, True):
+            strategy = MoeAdapters(experts=3, top=2, dropout=0)
+            unit(clip64, pixels, Experts(strategy, kept, training))
+    quiet, noisy = seen[0], seen[BLOCKS]
+    assert quiet.std(dim=0).max() < 1e-12
+    # 1,500 draws: the deviation of their deviation is 1 / sqrt(3000).
+    assert float((noisy - quiet).std()) == pytest.approx(math.log(2) + 0.01, rel=5 / 3000**0.5)
+    ones = torch.ones(40, 50, dtype=torch.float64)
+    networks = torch.eye(50).double(), torch.eye(50).double(), torch.zeros(50).double(), torch.zeros(50).double()
+    dropped = bottleneck(ones, *networks, dropout=0.1)
+    assert set(dropped.flatten().tolist()) == {0.0, 1 / 0.9}
+    assert float((dropped == 0).double().mean()) == pytest.approx(0.1, abs=5 * (0.09 / 2000) ** 0.5)
+    tensors = {name: tensor[:, 0] for name, tensor in experts(WIDTH).items()}
+    alike, other = (unit(clip64, pixels[:2], Adapted(tensors, 0.1, dropout)) for dropout in (0.0, 0.5))
+    assert torch.equal(alike[0], alike[1]) and not torch.equal(other[0], other[1])
+
+
+def test_sizes_are_the_published_ones():
+    """In ViT-B/16, 2.42 million parameters in the vision tower and 1.61 million in the text tower."""
+    sizes = {}
+    for width in (768, 512):
+        networks = 2 * (2 * 64 * width + 64 + width)
+        sizes[width] = 12 * (2 * 2 * width + networks)
+    assert sizes == {768: 2_416_128, 512: 1_611_264}
+    made = MoeAdapters()._start(tiny_base()[0], torch.Generator())
+    for tower, width in (("vision", WIDTH), ("text", TEXT_WIDTH)):
+        count = sum(tensor.numel() for name, tensor in made.items() if name.startswith(f"{tower}."))
+        assert count == BLOCKS * (2 * 2 * width + 2 * (2 * 64 * width + 64 + width))
 
 
 def test_gates_of_texts_are_the_same_for_every_text(clip64):
@@ -143,8 +186,6 @@ def test_gates_of_texts_are_the_same_for_every_text(clip64):
     kept, seen = {f"text.{name}": tensor for name, tensor in experts(TEXT_WIDTH).items()}, []
     encoding = Experts(MoeAdapters(experts=3, top=2), kept)
     tokens = {"input_ids": torch.tensor([[0, 5, 6, 1], [0, 9, 8, 1]])}
-    from dulbe_peft.papers import moe_adapters
-
     usual = moe_adapters.gates
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe_adapters, "gates", lambda scores, top: seen.append(scores) or usual(scores, top))
