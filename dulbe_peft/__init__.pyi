@@ -19,6 +19,7 @@ from .strategies.losses import bidirectional_kl as bidirectional_kl
 from .strategies.losses import cross_modal_loss as cross_modal_loss
 from .strategies.registry import STRATEGIES as STRATEGIES
 from .strategies.registry import register_strategy as register_strategy
+from .streams.run import run_stream as run_stream
 from .streams.tasks import Task as Task
 from .streams.tasks import class_incremental_tasks as class_incremental_tasks
 from .subspaces.allocation import allocate_modes as allocate_modes

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub import CommitInfo
@@ -29,6 +29,7 @@ from dulbe_peft.encoders.encoding import Encoding
 from dulbe_peft.encoders.loading import has_text, logit_scale
 from dulbe_peft.metrics.evaluation import EncodedTest, Evaluation, evaluate_features, seen_accuracies
 from dulbe_peft.metrics.prediction import Prediction, predict_images
+from dulbe_peft.metrics.results import Results
 from dulbe_peft.strategies.base import Memory, Strategy
 from dulbe_peft.training import preparing, updating
 from dulbe_peft.training.estimating import estimates_of
@@ -39,9 +40,6 @@ from dulbe_peft.training.task_trainer import Log, TaskRecord, TaskTrainer, train
 from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.profiling import Profile
 from dulbe_peft.utils.torch_settings import default_torch_settings, seeded_randomness
-
-if TYPE_CHECKING:
-    from dulbe_peft.streams.tasks import Task
 
 
 class ClassIncrementalLearner(TakesTurns):
@@ -68,7 +66,7 @@ class ClassIncrementalLearner(TakesTurns):
         logit_scale: Factor before cosines, which the model has learned.
         record: Details of the last training, see `TaskRecord`; None before the first task and after loading.
         closing: Features of the last task's training images, see `ClosingPass`; None whenever `record` is None.
-        folder: Folder from which the learner was loaded, or the last task folder that its run wrote.
+        folder: Folder from which the learner was loaded, or the last task folder that `run_stream` wrote.
         log: Function that is called with the figures of each epoch and the number of steps so far, or None.
 
     Raises:
@@ -451,32 +449,6 @@ class ClassIncrementalLearner(TakesTurns):
         with nullcontext() if alike else self.encoder.encoding_by(None):
             return seen_accuracies(self.text_embeds, self.image_embeds, tests)
 
-    def run(
-        self, tasks: "Iterable[Task]", output_dir: str | Path, resume: bool = True, **options: Any
-    ) -> dict[str, Any]:
-        """Learn a stream, test after every task, and write a folder for each: `task-001`, `task-002` and so on.
-
-        Tasks that were learned before come first in the results, and the numbers of the folders continue after them.
-        If there is no new task, the learner is tested and written as it is.
-
-        Args:
-            tasks: Stream of tasks; tasks without test data are learned but not tested.
-            output_dir: Folder for the task folders, `results.json`, `timings.json` and `predictions.csv`.
-            resume: Whether to continue after the newest valid task folder. Its finished tasks must be the first ones
-                of `tasks`, with the same data; later tasks may have changed.
-            options: Fields of `dulbe_peft.streams.run.RunOptions`, such as `keep_features=True`.
-
-        Returns:
-            The contents of `results.json`: accuracies, settings, seed and versions.
-
-        Raises:
-            ValueError: If the folder belongs to a run with other settings, another start or other finished tasks, or
-                has task folders although `resume` is off.
-        """
-        from dulbe_peft.streams.run import RunOptions, run_stream  # streams stand above the learner
-
-        return run_stream(self, tasks, output_dir, RunOptions(resume, **options)).contents()
-
     # ------------------------------------------------------------------ saving
 
     @takes_turn
@@ -491,7 +463,7 @@ class ClassIncrementalLearner(TakesTurns):
         repo_id: str,
         *,
         statistics: bool = True,
-        results: dict[str, object] | str | Path | None = None,
+        results: Results | Mapping[str, object] | str | Path | None = None,
         dataset_name: str | None = None,
         **commit: object,
     ) -> CommitInfo:
@@ -501,7 +473,7 @@ class ClassIncrementalLearner(TakesTurns):
             repo_id: Repository, such as "user/name".
             statistics: Whether to also upload what is needed to continue learning. Without it, the learner can predict
                 and evaluate.
-            results: Return value of `run`, or its `results.json`; it is uploaded and shown in the model card.
+            results: Return value of `run_stream`, or its `results.json`; it is uploaded and shown in the model card.
             dataset_name: Name of the data set of the results, for the model card.
             commit: `private`, `token`, `revision` (a branch), `commit_message` and `create_pr`, as in huggingface_hub.
 
@@ -526,7 +498,7 @@ class ClassIncrementalLearner(TakesTurns):
         cache_dir: str | Path | None = None,
         machine: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Load what `save_pretrained` or `run` wrote, or `push_to_hub` uploaded, onto a pristine base model.
+        """Load what `save_pretrained` or `run_stream` wrote, or `push_to_hub` uploaded, onto a pristine base model.
 
         Args:
             source: A saved folder, a run's folder, whose newest valid task is loaded, or the id of a repository.

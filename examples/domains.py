@@ -18,7 +18,14 @@ import torch
 import yaml
 from peft import get_peft_model
 
-from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, Task, load_dual_encoder
+from dulbe_peft import (
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    Task,
+    load_dual_encoder,
+    run_stream,
+)
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.metrics.accuracy import transfer_measures
 
@@ -70,7 +77,7 @@ def main() -> None:
         off = abs(100 * found - counts.get("zero_shot", 100 * found))
         if off > protocol["zero_shot_tolerance"]:
             raise ValueError(f"{name}: that is {off:.1f} points off the published {counts['zero_shot']} %")
-    learner.run(tasks, arguments.output)
+    run_stream(learner, tasks, arguments.output)
 
     matrix = []
     for number, name in enumerate(domains, 1):

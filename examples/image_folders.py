@@ -18,6 +18,7 @@ from dulbe_peft import (
     LearnerArguments,
     class_incremental_tasks,
     load_clip,
+    run_stream,
 )
 from dulbe_peft.data.folders import ImageFolder
 
@@ -38,10 +39,10 @@ def main() -> None:
     tasks = class_incremental_tasks(
         ImageFolder(arguments.root, "train"), ImageFolder(arguments.root, "test"), increment=arguments.increment
     )
-    results = learner.run(tasks, arguments.output)
+    results = run_stream(learner, tasks, arguments.output)
     name = learner.classifier.name  # the one that predict uses
-    scores = results["classifiers"][name]
-    last, mean = scores["last_accuracy"], scores["average_accuracy"]
+    scores = results.classifiers[name]
+    last, mean = scores.last_accuracy, scores.average_accuracy
     print(f"{name}: accuracy after the last task {last:.3f}, mean over tasks {mean:.3f}")
 
 

@@ -119,14 +119,16 @@ def finished_run(tmp_path_factory) -> Path:
     """The folder of the tiny learner's run over two tasks, each a saved learner. Tests must not change it."""
     from lives import stream, tiny_learner
 
+    from dulbe_peft import run_stream
+
     folder = tmp_path_factory.mktemp("finished") / "run"
-    tiny_learner().run(stream(2), folder)
+    run_stream(tiny_learner(), stream(2), folder)
     return folder
 
 
 @pytest.fixture
 def run_copy(finished_run, tmp_path) -> Path:
-    """A copy of `finished_run` that a test may change. `tiny_learner().run(stream(3), run_copy)` continues the run."""
+    """A copy of `finished_run` that a test may change; `run_stream(tiny_learner(), stream(3), it)` continues it."""
     return shutil.copytree(finished_run, tmp_path / "run")
 
 

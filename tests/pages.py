@@ -12,7 +12,7 @@ import write_saved
 from matplotlib.figure import Figure
 from peft import get_peft_model
 
-from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, load_clip
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, load_clip, run_stream
 from dulbe_peft import class_incremental_tasks as tasks_of
 from dulbe_peft.data.digits import DIGITS
 from dulbe_peft.encoders.registry import demo_model_folder
@@ -45,7 +45,7 @@ def learn(output, strategy="dulbe", seed=0, tests=True):
     learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=("bridge", "lda"))
     stream = tasks_of(digits(0, 6), digits(6, 16), increment=2)
     stream = stream if tests else [Task(task.train, None, task.class_names) for task in stream]
-    results = learner.run(stream, output, keep_features=strategy == "frozen")
+    results = run_stream(learner, stream, output, keep_features=strategy == "frozen").contents()
     write_pictures(output, [task.test for task in stream], results, ["2 files are no <images>"])
     return output
 

@@ -23,6 +23,7 @@ from dulbe_peft import (
     LearnerArguments,
     class_incremental_tasks,
     load_clip,
+    run_stream,
 )
 from dulbe_peft.data.digits import digit_images
 from dulbe_peft.data.images import LabelledImages
@@ -76,7 +77,7 @@ def write(folder: Path) -> None:
     frozen.save_pretrained(folder / "frozen")
     frozen.head.save_pretrained(folder / "head")
     running = learner_of("dulbe", "bridge")
-    running.run(tasks, folder / "run")
+    run_stream(running, tasks, folder / "run")
     expected = {"frozen": answers(frozen), "run": answers(running), "scores": scores(frozen.classifiers)}
     (folder / "answers.json").write_text(json.dumps(expected, indent=1) + "\n")
 
@@ -99,7 +100,7 @@ def read(folder: Path) -> dict[str, Any]:
     loaded = {"frozen": answers(frozen), "run": answers(running), "scores": scores(alone)}
     further = class_incremental_tasks(digits(0, 4), digits(4, 6), increment=2)[:2]
     resumed = learner_of("dulbe", "bridge")
-    resumed.run(further, folder / "run")  # continues after the saved task
+    run_stream(resumed, further, folder / "run")  # continues after the saved task
     assert resumed.tasks == [task.class_names for task in further] and len(running.memory) == 1
     return loaded
 

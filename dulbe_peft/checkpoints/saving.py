@@ -1,5 +1,6 @@
 """Write a learner to one folder or to the Hub: adapter, classifiers, memory, processor, settings and model card."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def push(
     state: LearnerState,
     repo_id: str,
     statistics: bool,
-    results: dict[str, Any] | str | Path | None,
+    results: Results | Mapping[str, object] | str | Path | None,
     dataset_name: str | None,
     **commit: Any,
 ) -> Any:
@@ -91,8 +92,10 @@ def push(
     commit = {"commit_message": "Upload class-incremental learner", **commit}
     if isinstance(results, (str, Path)):
         results = read_json(results)
+    elif isinstance(results, Results):
+        results = results.contents()
     tasks = [list(task) for task in state.tasks]
-    if results is not None and (not isinstance(results, dict) or results.get("class_names") != tasks):
+    if results is not None and (not isinstance(results, Mapping) or results.get("class_names") != tasks):
         raise ValueError(f"results belong to another learner: their class_names are not its tasks, {tasks!r:.200}")
     measured = None if results is None else Results.of(results)
 

@@ -90,7 +90,7 @@ class Results(_Part):
         return results if isinstance(results, cls) else cls.model_validate_json(to_json(results))
 
     def contents(self) -> dict[str, object]:
-        """Return the contents of the file, as `ClassIncrementalLearner.run` returns them."""
+        """Return the contents of the file."""
         return self.model_dump(mode="json", exclude_unset=True)
 
     @field_serializer("zero_shot")

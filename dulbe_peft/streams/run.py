@@ -3,8 +3,8 @@
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -24,7 +24,8 @@ from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
 from dulbe_peft.metrics.results import Results
 from dulbe_peft.metrics.task_features import FEATURES_FOLDER, SUFFIX, TaskFeatures
-from dulbe_peft.streams import progress, resume
+from dulbe_peft.streams import progress
+from dulbe_peft.streams import resume as resuming
 from dulbe_peft.streams.progress import SOURCES_FILE, FinishedTask, Row
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.streams.training_cost import Before, fall_line
@@ -39,33 +40,79 @@ from dulbe_peft.utils.terminal import print_once
 LOCK_FILE = ".dulbe_peft.lock"
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """Options of a run.
-
-    Attributes:
-        resume: Whether to continue a run whose tasks are in the folder.
-        past: Records of the tasks that the learner had learned before the run; None takes what their run measured.
-        known_tests: Test data, or None, for each of these tasks.
-        source: Where the data of the tasks came from, for `sources.json`.
-        keep_features: Whether to write all features to `features/task-001.safetensors` and so on, from which
-            `metrics.features.learn_from_features` trains other classifiers without training the model again.
-        class_texts: Texts of any of the classes, as in `learn_task`.
-    """
-
-    resume: bool = True
-    past: Sequence[FinishedTask] | None = None
-    known_tests: Sequence[object] | None = None
-    source: dict[str, object] | None = None
-    keep_features: bool = False
-    class_texts: Mapping[str, Sequence[str]] | None = None
-
-
 def run_stream(
-    learner: ClassIncrementalLearner, tasks: Iterable[Task], output_dir: str | Path, options: RunOptions | None = None
+    learner: ClassIncrementalLearner,
+    tasks: Iterable[Task],
+    output_dir: str | Path,
+    resume: bool = True,
+    *,
+    known_tests: Sequence[object] | None = None,
+    class_texts: Mapping[str, Sequence[str]] | None = None,
+    keep_features: bool = False,
+    past: Sequence[FinishedTask] | None = None,
+    source: dict[str, object] | None = None,
 ) -> Results:
-    """Learn `tasks` in order; see `ClassIncrementalLearner.run`, which returns the contents of the results."""
+    """Learn a stream, test after every task, and write a folder for each: `task-001`, `task-002` and so on.
+
+    Tasks that were learned before come first in the results, and the numbers of the folders continue after them.
+    If there is no new task, the learner is tested and written as it is.
+
+    Args:
+        learner: The learner, which is changed.
+        tasks: Stream of tasks; tasks without test data are learned but not tested.
+        output_dir: Folder for the task folders, `results.json`, `timings.json` and `predictions.csv`.
+        resume: Whether to continue after the newest valid task folder. Its finished tasks must be the first ones
+            of `tasks`, with the same data; later tasks may have changed.
+        known_tests: Test data, or None, for each task that the learner had learned before the run.
+        class_texts: Texts of any of the classes, as in `learn_task`.
+        keep_features: Whether to write all features to `features/task-001.safetensors` and so on, from which
+            `metrics.task_features.learn_from_features` trains other classifiers without training the model again.
+        past: Records of the tasks that the learner had learned before; None takes what their run measured.
+        source: Where the data of the tasks came from, for `sources.json`.
+
+    Returns:
+        The measures, settings, seed and versions. `contents()` is what `results.json` holds.
+
+    Raises:
+        ValueError: If the folder belongs to a run with other settings, another start or other finished tasks, or
+            has task folders although `resume` is off.
+
+    Example:
+        >>> results = run_stream(learner, digit_tasks(increment=5), "out")  # doctest: +SKIP
+        >>> results.classifiers["bayes"].last_accuracy  # doctest: +SKIP
+        0.94
+    """
     stream, output = list(tasks), Path(output_dir)
+    _check(learner, stream, output)
+    try:
+        with _held(learner, output):
+            texts = check_class_texts(class_texts or {}, {name for task in stream for name in task.class_names})
+            before = on_main_process(partial(progress.known_tasks, learner)) if past is None else list(past)
+            find = partial(resuming.newest_of_run, learner, stream, output, texts)
+            newest = on_main_process(find) if resume else None
+            if newest is None:
+                resuming.check_new(learner, stream, output, resume)
+                identity, finished = resuming.identity_of(learner.state), before
+            else:
+                identity, finished = newest[1], resuming.continue_run(learner, *newest, before)
+            learner.use_state(replace(learner.state, class_texts=learner.state.class_texts | texts))
+            known = len(identity.start.tasks)
+            tests = [None] * known if known_tests is None else list(known_tests)
+            if len(tests) != known:
+                raise ValueError(
+                    f"known_tests has {len(tests)} entries, but the learner had learned {known} tasks before the "
+                    "run: give test data or None for each of them"
+                )
+            every = [*zip(tests, learner.tasks), *((task.test, task.class_names) for task in stream)]
+            _plan(learner, len(every))
+            new = newest is None
+            return Run(learner, stream, output, identity, finished, every, known, new, keep_features, source).finish()
+    except ChildProcessError as error:
+        raise ChildProcessError(f"{error}; finished tasks are kept in {output}: run again to continue") from error
+
+
+def _check(learner: ClassIncrementalLearner, stream: Sequence[Task], output: Path) -> None:
+    """Raise the errors of `run_stream` that need no look into the folder."""
     if not stream and not learner.state.tasks:
         raise ValueError("tasks is empty: a stream needs at least one task")
     for index, task in enumerate(stream):
@@ -78,48 +125,26 @@ def run_stream(
     untested = [index + 1 for index, task in enumerate(stream) if task.test is None]
     if 0 < len(untested) < len(stream):
         raise ValueError(f"task {untested[0]} has no test data but others do: give test data to all tasks or to none")
-    try:
-        with ExitStack() as held:
-            on_main_process(partial(_lock_folder, output, held))
-            if learner.args.log_with:  # a tracker, such as TensorBoard
-                device = {"cpu": learner.device.type == "cpu"}
-                accelerator = Accelerator(**device, log_with=learner.args.log_with, project_dir=str(output))
-                accelerator.init_trackers("dulbe_peft")
-                learner.log = accelerator.log
-                held.callback(setattr, learner, "log", None)
-                held.callback(accelerator.end_training)
-            # Without the user's store, a temporary one ensures that an untrained model encodes each image only once.
-            store = learner.encoder.store
-            held.callback(learner.use_store, store)
-            learner.use_store(store or FeatureStore())
-            held.callback(_plan, learner, None)
-            return _open(learner, stream, output, options or RunOptions()).finish()
-    except ChildProcessError as error:
-        raise ChildProcessError(f"{error}; finished tasks are kept in {output}: run again to continue") from error
 
 
-def _open(learner: ClassIncrementalLearner, stream: list[Task], output: Path, options: RunOptions) -> "Run":
-    """Return the folder's run as it was left, with its newest state restored into the learner, or a new run."""
-    texts = check_class_texts(options.class_texts or {}, {name for task in stream for name in task.class_names})
-    past = on_main_process(partial(progress.known_tasks, learner)) if options.past is None else list(options.past)
-    find = partial(resume.newest_of_run, learner, stream, output, texts)
-    newest = on_main_process(find) if options.resume else None
-    if newest is None:
-        resume.check_new(learner, stream, output, options.resume)
-        identity, finished = resume.identity_of(learner.state), past
-    else:
-        identity, finished = newest[1], resume.continue_run(learner, *newest, past)
-    learner.use_state(replace(learner.state, class_texts=learner.state.class_texts | texts))
-    known = len(identity.start.tasks)
-    known_tests = [None] * known if options.known_tests is None else list(options.known_tests)
-    if len(known_tests) != known:
-        raise ValueError(
-            f"known_tests has {len(known_tests)} entries, but the learner had learned {known} tasks before the run: "
-            "give test data or None for each of them"
-        )
-    tests = [*zip(known_tests, learner.tasks), *((task.test, task.class_names) for task in stream)]
-    _plan(learner, len(tests))
-    return Run(learner, stream, output, options, identity, finished, tests, known, new=newest is None)
+@contextmanager
+def _held(learner: ClassIncrementalLearner, output: Path) -> Iterator[None]:
+    """Lock the folder, and give the learner a tracker if its settings name one, and a feature store."""
+    with ExitStack() as held:
+        on_main_process(partial(_lock_folder, output, held))
+        if learner.args.log_with:  # a tracker, such as TensorBoard
+            device = {"cpu": learner.device.type == "cpu"}
+            accelerator = Accelerator(**device, log_with=learner.args.log_with, project_dir=str(output))
+            accelerator.init_trackers("dulbe_peft")
+            learner.log = accelerator.log
+            held.callback(setattr, learner, "log", None)
+            held.callback(accelerator.end_training)
+        # Without the user's store, a temporary one ensures that an untrained model encodes each image only once.
+        store = learner.encoder.store
+        held.callback(learner.use_store, store)
+        learner.use_store(store or FeatureStore())
+        held.callback(_plan, learner, None)
+        yield
 
 
 def _plan(learner: ClassIncrementalLearner, tasks: int | None) -> None:
@@ -130,7 +155,7 @@ def _plan(learner: ClassIncrementalLearner, tasks: int | None) -> None:
 def _lock_folder(output: Path, held: ExitStack) -> None:
     """Lock the folder against other runs, and remove temporary files that killed runs have left."""
     held.enter_context(folders.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
-    folders.clear_leftovers(output, "|".join([layout.TASK_FOLDER, *map(re.escape, resume.FILES)]))
+    folders.clear_leftovers(output, "|".join([layout.TASK_FOLDER, *map(re.escape, resuming.FILES)]))
 
 
 @dataclass
@@ -140,12 +165,13 @@ class Run:
     learner: ClassIncrementalLearner
     stream: list[Task]
     output: Path
-    options: RunOptions
-    identity: resume.Identity
+    identity: resuming.Identity
     finished: list[FinishedTask]
     tests: list[tuple[object, tuple[str, ...]]]  # for every task, test data or None, and class names
     known: int  # number of tasks that were learned before the run
     new: bool  # whether the folder has no task of the run yet
+    keep_features: bool
+    source: dict[str, object] | None
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by number of a task: the latest predictions
 
     def finish(self) -> Results:
@@ -203,7 +229,7 @@ class Run:
         )
         self.finished.append(done)
         with profile.phase("save"):
-            if self.options.keep_features:
+            if self.keep_features:
                 self.write_features()
             self.commit()
         seconds = time.perf_counter() - started
@@ -283,7 +309,7 @@ class Run:
     def write_entries(self) -> None:
         """Write the files that have an entry for each task: times and sources of the data."""
         for task in self.finished[self.known :]:
-            task.source = task.source or self.options.source
+            task.source = task.source or self.source
         times = progress.Timings(tasks=[task.timing for task in self.finished])
         sources = progress.Sources(tasks=[task.source for task in self.finished])
         for file, record in ((TIMINGS_FILE, times), (SOURCES_FILE, sources)):

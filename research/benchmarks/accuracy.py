@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from peft import get_peft_model
 
-from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
+from dulbe_peft import (
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    class_incremental_tasks,
+    run_stream,
+)
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.demo import SETTINGS
@@ -67,7 +73,7 @@ def run(values: argparse.Namespace, seed: int, fields: dict[str, Any]) -> dict[s
     model = get_peft_model(clip, DualModeLoraConfig(support_rank=values.support_rank))
     args = LearnerArguments(seed=seed, device="cpu", progress=False, **settings)
     with tempfile.TemporaryDirectory() as folder:
-        results = ClassIncrementalLearner(model, processor, args=args).run(tasks, folder)
+        results = run_stream(ClassIncrementalLearner(model, processor, args=args), tasks, folder).contents()
     return results["head"]
 
 

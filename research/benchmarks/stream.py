@@ -21,7 +21,7 @@ import torch
 from peft import get_peft_model
 from PIL import Image
 
-from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, run_stream
 from dulbe_peft.streams.tasks import Task
 from research.benchmarks import common, models
 
@@ -88,7 +88,7 @@ def run(values: argparse.Namespace, precision: str) -> dict[str, float]:
         tasks.append(Task(Noise(number, values.num_images, values.classes), None, names))
     with tempfile.TemporaryDirectory() as folder, tf32(precision == "tf32"):
         started = time.perf_counter()
-        learner.run(tasks, folder)
+        run_stream(learner, tasks, folder)
         total = time.perf_counter() - started
         timings = json.loads((Path(folder) / "timings.json").read_text(encoding="utf-8"))["tasks"]
     phases = {name: sum(task["phases"][name] for task in timings) for name in PHASES}

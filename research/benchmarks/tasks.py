@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremental_tasks, load_clip
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremental_tasks, load_clip, run_stream
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.streams.run import Run
 from dulbe_peft.streams.tasks import Task
@@ -98,7 +98,7 @@ def timed_run(learner: ClassIncrementalLearner, tasks: list[Task], folder: Path)
     try:
         for name in methods:
             setattr(Run, name, partialmethod(lambda run, name, *given: timed(name, run, *given), name))
-        learner.run(tasks, folder)
+        run_stream(learner, tasks, folder)
     finally:
         for name, method in methods.items():
             setattr(Run, name, method)

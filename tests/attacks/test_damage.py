@@ -29,7 +29,7 @@ from peft import PeftModel
 from PIL import Image, features
 from safetensors import torch as safetensors
 
-from dulbe_peft import BridgeEnsembleHead, CheckpointError, ClassIncrementalLearner, OccupationStatistics
+from dulbe_peft import BridgeEnsembleHead, CheckpointError, ClassIncrementalLearner, OccupationStatistics, run_stream
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.report import write_report
@@ -142,7 +142,7 @@ def saved(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def kinds(saved, tmp_path_factory, digit_folders) -> dict[str, Kind]:
     root = tmp_path_factory.mktemp("whole")
-    tiny_learner("frozen", ("bridge",)).run(stream(1), root / "run", source={"data": "x"})
+    run_stream(tiny_learner("frozen", ("bridge",)), stream(1), root / "run", source={"data": "x"})
     names = sorted(path.relative_to(saved).as_posix() for path in saved.rglob("*") if path.is_file())
     (root / "images" / "a").mkdir(parents=True)
     pixels = Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 20, 3), dtype=np.uint8))
@@ -161,7 +161,11 @@ def kinds(saved, tmp_path_factory, digit_folders) -> dict[str, Kind]:
     return {
         "learner": Kind(saved, names, load, 360, sealed="."),
         "run": Kind(
-            root / "run", gone_on, lambda f, _: tiny_learner("frozen", ("bridge",)).run(stream(2), f), 60, sealed=task
+            root / "run",
+            gone_on,
+            lambda f, _: run_stream(tiny_learner("frozen", ("bridge",)), stream(2), f),
+            60,
+            sealed=task,
         ),
         "report": Kind(
             root / "run",
@@ -315,7 +319,7 @@ def test_results_of_other_classes_are_refused(run_copy):
     with pytest.raises(
         (ValueError, CheckpointError), match=r"progress\.json is damaged.*right_by_class must have only classes"
     ):
-        tiny_learner().run(stream(2), run_copy)
+        run_stream(tiny_learner(), stream(2), run_copy)
 
 
 def test_tokenizer_that_cannot_read_a_text_names_the_text(saved, tmp_path):

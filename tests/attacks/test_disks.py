@@ -16,7 +16,7 @@ import pytest
 from failing_files import Failing
 from lives import content, differences, everything, learned, stream, tiny_base, tiny_learner
 
-from dulbe_peft import CheckpointError, ClassIncrementalLearner, export_lora
+from dulbe_peft import CheckpointError, ClassIncrementalLearner, export_lora, run_stream
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.utils.folders import read_manifest
 
@@ -43,7 +43,7 @@ def load(world: World) -> None:
 
 
 def go_on(world: World) -> None:
-    tiny_learner().run(stream(2), world.root / "run")
+    run_stream(tiny_learner(), stream(2), world.root / "run")
 
 
 def report(world: World) -> None:
@@ -69,7 +69,7 @@ def beginning(tmp_path_factory):
     (root / "saved" / "mine.txt").write_text("mine")
     (root / "mine.txt").write_text("mine")
     export_lora(learner.model, root / "lora")
-    tiny_learner().run(stream(1), root / "run")
+    run_stream(tiny_learner(), stream(1), root / "run")
     return learned(learner, 1, first=1), root
 
 

@@ -24,6 +24,7 @@ from dulbe_peft import (
     allocate_modes,
     probe_gradients,
     route_gradients,
+    run_stream,
 )
 
 LAYER = "vision_model.encoder.layers.0.mlp.fc1"
@@ -163,8 +164,13 @@ TASKS = [
     ("no reference images", lambda w: learned(tiny_learner("zscl"), 1), V, "zscl:reference_images=FOLDER"),
     ("views of tensors", lambda w: learn_names(w, "x", augment="crop"), V, "augment='crop' not preprocessed"),
     ("path of an image empty", lambda w: w.learner.predict(["", "photo.jpg"]), V, "the path of an image is ''"),
-    ("stream of tuples", lambda w: tiny_learner().run([(1, 2)], w.tmp), T, "tasks[0] Task tuple"),
-    ("stream into a file", lambda w: tiny_learner().run([Task([(0, 0)], None, ["a"])], __file__), V, "is a file"),
+    ("stream of tuples", lambda w: run_stream(tiny_learner(), [(1, 2)], w.tmp), T, "tasks[0] Task tuple"),
+    (
+        "stream into a file",
+        lambda w: run_stream(tiny_learner(), [Task([(0, 0)], None, ["a"])], __file__),
+        V,
+        "is a file",
+    ),
 ]
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from lives import content, differences, everything, images_of, learned, tiny_base, tiny_learner
 
-from dulbe_peft import ClassIncrementalLearner, OccupationStatistics, Task, collect_statistics
+from dulbe_peft import ClassIncrementalLearner, OccupationStatistics, Task, collect_statistics, run_stream
 from dulbe_peft.encoders.loading import unit_image_embeds
 
 LIVES = int(os.environ.get("DULBE_PEFT_LIVES", "0"))
@@ -227,13 +227,13 @@ class Life(RuleBasedStateMachine):
         known, before = [None] * len(self.tasks), everything(self.learner)
         if fails:
             with pytest.raises(ValueError, match="cannot be preprocessed"):
-                self.learner.run([Task(images, unreadable(tests), names)], output, known_tests=known)
+                run_stream(self.learner, [Task(images, unreadable(tests), names)], output, known_tests=known)
             assert not differences(everything(self.learner), before) and not list(output.glob("task-*"))
-        results = self.learner.run([Task(images, tests, names)], output, known_tests=known)
+        results = run_stream(self.learner, [Task(images, tests, names)], output, known_tests=known).contents()
         self.learned(images, names)
         assert results["class_names"] == [list(task) for task in self.tasks]
         text, now = content(output), everything(self.learner)
-        assert self.learner.run([Task(images, tests, names)], output, known_tests=known) == results
+        assert run_stream(self.learner, [Task(images, tests, names)], output, known_tests=known).contents() == results
         assert content(output) == text and not differences(everything(self.learner), now)
         shutil.rmtree(output)
 

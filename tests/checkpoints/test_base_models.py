@@ -12,7 +12,7 @@ import transformers
 from lives import images_of, randomness
 from small_runs import learner_of
 
-from dulbe_peft import CheckpointError, ClassIncrementalLearner, Task, load_clip
+from dulbe_peft import CheckpointError, ClassIncrementalLearner, Task, load_clip, run_stream
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.deployment.formats import export_learner
 from dulbe_peft.utils.folders import MANIFEST, commit_folder
@@ -128,7 +128,7 @@ def test_learner_with_a_custom_processor_cannot_be_saved(here, part, kind):
     with pytest.warns(UserWarning, match=f"{kind}, but a saved learner .* cannot be saved"):
         learner = learner_with((clip, processor), "frozen")
     with pytest.raises(ValueError, match=f"is a {kind}, but a saved learner is loaded with"):
-        learner.run([Task(IMAGES, None, ["a", "b"])], "run")
+        run_stream(learner, [Task(IMAGES, None, ["a", "b"])], "run")
     assert not Path("run").exists() and not learner.tasks, "a run must be refused before it learns"
     learner.learn_task(IMAGES, ["a", "b"])
     for write in (learner.save_pretrained, lambda folder: export_learner(learner, folder, "transformers")):
@@ -157,7 +157,7 @@ def test_resumed_run_with_random_images_is_identical(here, monkeypatch):
         learner = learner_with(load_clip("models/clip"), "dulbe", teacher="online")
         torch.manual_seed(seed)
         before = randomness()
-        learner.run(tasks[:count], folder)
+        run_stream(learner, tasks[:count], folder)
         assert randomness() == before
 
     run(2, "whole", seed=1)

@@ -17,7 +17,13 @@ from peft import PeftModel
 from small_runs import learner_of
 from write_saved import digits
 
-from dulbe_peft import BridgeEnsembleHead, CheckpointError, ClassIncrementalLearner, class_incremental_tasks
+from dulbe_peft import (
+    BridgeEnsembleHead,
+    CheckpointError,
+    ClassIncrementalLearner,
+    class_incremental_tasks,
+    run_stream,
+)
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.utils.folders import json_sha256
 
@@ -37,7 +43,7 @@ def learned(base, tmp_path_factory):
     tasks = class_incremental_tasks(digits(0, 4), digits(4, 6), increment=2)[:3]
     learner = learner_of(base)
     output = tmp_path_factory.mktemp("run")
-    learner.run(tasks[:2], output)
+    run_stream(learner, tasks[:2], output)
     return learner, output, tasks
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from small_runs import QUICK, learner_of, tasks_of
 
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, run_stream
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.data.store import FeatureStore, store_path
@@ -252,7 +252,7 @@ def run(request, tiny_model, digit_folders, tmp_path_factory):
     """Run a stream of two tasks with DuLBE and all classifiers, and keep its features."""
     learner = learner_of(load_dual_encoder(tiny_model), classifiers=CLASSIFIERS, drift=request.param)
     folder = tmp_path_factory.mktemp("run")
-    learner.run(tasks_of(digit_folders(4, 6, 3)), folder, keep_features=True)
+    run_stream(learner, tasks_of(digit_folders(4, 6, 3)), folder, keep_features=True)
     return learner, folder
 
 

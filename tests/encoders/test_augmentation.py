@@ -9,7 +9,7 @@ import write_saved
 from PIL import Image
 from small_runs import learner_of
 
-from dulbe_peft import class_incremental_tasks
+from dulbe_peft import class_incremental_tasks, run_stream
 from dulbe_peft.arguments import AUGMENTATIONS
 from dulbe_peft.data.augmentation import CHANGES, augmented
 
@@ -119,14 +119,14 @@ def test_resumed_run_with_views_equals_an_uninterrupted_one(base, tasks, tmp_pat
     whole, stopped, plain = (
         make_learner(base, **options | more) for more in ({}, {"num_workers": 1}, {"augment": "none"})
     )
-    whole.run(tasks, tmp_path / "whole")
-    stopped.run(tasks[:1], tmp_path / "stopped")
-    make_learner(base, **options).run(tasks, tmp_path / "stopped")
-    plain.run(tasks[:1], tmp_path / "plain")
+    run_stream(whole, tasks, tmp_path / "whole")
+    run_stream(stopped, tasks[:1], tmp_path / "stopped")
+    run_stream(make_learner(base, **options), tasks, tmp_path / "stopped")
+    run_stream(plain, tasks[:1], tmp_path / "plain")
     for name in ("adapter_model.safetensors", "head.safetensors"):
         file = f"task-002/{name}"
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "stopped" / file).read_bytes(), name
     augmented_one, other = (tmp_path / run / "task-001" / "adapter_model.safetensors" for run in ("whole", "plain"))
     assert other.read_bytes() != augmented_one.read_bytes()
     with pytest.raises(ValueError, match="augment"):
-        make_learner(base, **options | {"augment": "none"}).run(tasks, tmp_path / "whole")
+        run_stream(make_learner(base, **options | {"augment": "none"}), tasks, tmp_path / "whole")

@@ -8,7 +8,7 @@ import torch
 from lives import images_of, stream, tiny_learner
 from tiny_encoders import make_model, make_processor
 
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments, Task
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, Task, run_stream
 from dulbe_peft.data.store import FeatureStore, store_path
 from dulbe_peft.encoders import backends
 
@@ -243,8 +243,8 @@ def test_int8_refuses_other_backends_few_images_and_training(photographs):
 
 def test_int8_run_is_calibrated_once_and_resumes_with_its_graph(photographs, tmp_path, capsys):
     first, second = [Task(photographs, photographs[:6], names) for names in (("a", "b", "c"), ("d", "e", "f"))]
-    using("openvino", precision="int8", force=True).run([first], tmp_path)
+    run_stream(using("openvino", precision="int8", force=True), [first], tmp_path)
     again = using("openvino", precision="int8", force=True)
     capsys.readouterr()
-    again.run([first, second], tmp_path)
+    run_stream(again, [first, second], tmp_path)
     assert "calibrated" not in capsys.readouterr().err and again.state.graph == again.encoder.graph

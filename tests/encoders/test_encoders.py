@@ -20,6 +20,7 @@ from dulbe_peft import (
     export_lora,
     load_clip,
     load_dual_encoder,
+    run_stream,
 )
 from dulbe_peft.encoders.loading import (
     ImageOnlyProcessor,
@@ -301,7 +302,7 @@ def test_image_only_encoder_learns_without_text(folders, tmp_path, model_type):
     learner = ClassIncrementalLearner(model, processor, args=args, strategy="frozen")
     assert learner.classifiers and not any(classifier.needs_text for classifier in learner.classifiers.values())
     learner = ClassIncrementalLearner(model, processor, args=args, strategy="frozen", classifiers="prototype")
-    results = learner.run(stream(2), tmp_path / "run")
+    results = run_stream(learner, stream(2), tmp_path / "run").contents()
     assert "zero_shot" not in results and "text" not in results and "prototype" in results["classifiers"]
     again = ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002")
     assert again.predict(pictures()) == learner.predict(pictures())

@@ -9,7 +9,7 @@ from reference import randn
 from small_runs import parse
 from torch.nn import functional as F
 
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments, Task
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, Task, run_stream
 from dulbe_peft.encoders.loading import unit_text_embeds
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.deployment.parts import class_facts
@@ -109,14 +109,14 @@ def test_run_saves_class_texts_and_refuses_to_resume_with_others(tmp_path):
     tests = [(randn(3, 16, 16, seed=number), number % 2) for number in range(40)]
     tasks = [Task(task.train, tests, task.class_names) for task in stream(2)]
     learner, whole = frozen(), frozen()
-    learner.run(tasks[:1], tmp_path / "run", class_texts={"a0": TEXTS["a0"]})
+    run_stream(learner, tasks[:1], tmp_path / "run", class_texts={"a0": TEXTS["a0"]})
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "run", copy.deepcopy(tiny_base()[0]))
     assert loaded.state.class_texts == {"a0": tuple(TEXTS["a0"])}
     assert torch.equal(loaded.text_embeds(["a0"]), learner.text_embeds(["a0"]))
     with pytest.raises(ValueError, match="texts of the learned class 'a0' were"):
-        frozen().run(tasks, tmp_path / "run", class_texts={"b1": ["drei"]})
-    frozen().run(tasks, tmp_path / "run", class_texts=TEXTS)
-    actual = whole.run(tasks, tmp_path / "whole", class_texts=TEXTS)
+        run_stream(frozen(), tasks, tmp_path / "run", class_texts={"b1": ["drei"]})
+    run_stream(frozen(), tasks, tmp_path / "run", class_texts=TEXTS)
+    actual = run_stream(whole, tasks, tmp_path / "whole", class_texts=TEXTS).contents()
     file = "task-002/learner.json"
     assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
     truth = torch.arange(80) % 2 + torch.arange(80) // 40 * 2

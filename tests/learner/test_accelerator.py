@@ -22,6 +22,7 @@ from dulbe_peft import (
     cross_modal_loss,
     probe_gradients,
     route_gradients,
+    run_stream,
 )
 from dulbe_peft.strategies import make_strategy
 
@@ -123,9 +124,9 @@ def test_run_of_an_accelerator_is_resumed_there_with_the_same_files(strategy, tm
     def start():
         return tiny_learner(strategy, ("bridge", "lda", "bayes"), device="auto", precision="float32")
 
-    start().run(stream(3), tmp_path / "whole")
-    start().run(stream(2), tmp_path / "parts")
-    start().run(stream(3), tmp_path / "parts")
+    run_stream(start(), stream(3), tmp_path / "whole")
+    run_stream(start(), stream(2), tmp_path / "parts")
+    run_stream(start(), stream(3), tmp_path / "parts")
     whole, parts = content(tmp_path / "whole"), content(tmp_path / "parts")
     assert whole.keys() == parts.keys()
     results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("whole", "parts")]

@@ -15,7 +15,13 @@ from lives import tiny_base
 from small_runs import learner_of
 from taught import assert_equal_states
 
-from dulbe_peft import ClassIncrementalLearner, DualModeLoraModel, OccupationStatistics, class_incremental_tasks
+from dulbe_peft import (
+    ClassIncrementalLearner,
+    DualModeLoraModel,
+    OccupationStatistics,
+    class_incremental_tasks,
+    run_stream,
+)
 from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.training.task_trainer import TaskTrainer, epoch_order
 from research.benchmarks import literal
@@ -246,7 +252,7 @@ def test_error_names_the_missing_item_of_a_data_set(base):
 
 
 def test_tensorboard_writes_an_event_file(digits, tmp_path):
-    make_learner(tiny_base(), log_with="tensorboard", epochs=2).run(stream(digits, 1), tmp_path)
+    run_stream(make_learner(tiny_base(), log_with="tensorboard", epochs=2), stream(digits, 1), tmp_path)
     assert list(tmp_path.rglob("events.out.tfevents.*"))
 
 
@@ -255,7 +261,7 @@ def test_wandb_gets_the_loss_of_every_epoch_and_the_accuracy_of_the_task(digits,
     client = MagicMock()  # replaces the package, which would send data to a server
     monkeypatch.setitem(sys.modules, name, client)
     monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType(name)])
-    make_learner(tiny_base(), log_with=name, epochs=2).run(stream(digits, 1), tmp_path)
+    run_stream(make_learner(tiny_base(), log_with=name, epochs=2), stream(digits, 1), tmp_path)
     client.init.assert_called_once_with(project="dulbe_peft")
     run = client.init.return_value
     logged = [str(call.args[0]) for call in run.log.call_args_list]

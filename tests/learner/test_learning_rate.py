@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_runs import learner_of, tasks_of
 
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, run_stream
 from dulbe_peft.training import learning_rate
 from dulbe_peft.training.learning_rate import MOST_MOVED, TRIAL, rate_of, width_of
 
@@ -82,14 +82,14 @@ def test_single_image_gives_the_trial_rate(base, tasks):
 
 def test_rate_is_printed_saved_and_kept_by_a_resumed_run(base, tasks, tmp_path, capsys, monkeypatch):
     whole, tasks = make(base), tasks[:2]
-    results = whole.run(tasks, tmp_path / "whole")
+    results = run_stream(whole, tasks, tmp_path / "whole").contents()
     rate = whole.args.learning_rate
     assert f"learning rate {rate:g}, chosen for the model and this task" in capsys.readouterr().out
     assert [task["learning_rate"] for task in results["tasks"]] == [rate] * len(tasks)
-    make(base).run(tasks[:1], tmp_path / "parts")
+    run_stream(make(base), tasks[:1], tmp_path / "parts")
     monkeypatch.setattr(learning_rate, "movement", None)  # a new trial would fail
     resumed = make(base)
-    assert resumed.run(tasks, tmp_path / "parts")["tasks"] == results["tasks"]
+    assert run_stream(resumed, tasks, tmp_path / "parts").contents()["tasks"] == results["tasks"]
     assert (
         resumed.args.learning_rate == rate and "learning rate" not in capsys.readouterr().out.rpartition("task 1")[2]
     )

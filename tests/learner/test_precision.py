@@ -7,7 +7,7 @@ import pytest
 import torch
 from lives import images_of, stream, tiny_learner
 
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, run_stream
 from dulbe_peft.utils import processes
 
 
@@ -60,13 +60,13 @@ def test_loaded_learner_keeps_its_precision_or_warns(hardware, tmp_path, capsys)
 
 
 def test_resumed_run_keeps_the_precision_it_began_with(hardware, tmp_path):
-    tiny_learner("frozen", precision="float32").run(stream(1), tmp_path / "run")
+    run_stream(tiny_learner("frozen", precision="float32"), stream(1), tmp_path / "run")
     resumed = tiny_learner("frozen")
-    results = resumed.run(stream(2), tmp_path / "run")
+    results = run_stream(resumed, stream(2), tmp_path / "run").contents()
     assert results["configuration"]["arguments"]["precision"] == resumed.args.precision == "float32"
     assert resumed.encoder.key.precision == "float32"
-    tiny_learner("frozen").run(stream(1), tmp_path / "low")
+    run_stream(tiny_learner("frozen"), stream(1), tmp_path / "low")
     hardware.bfloat16 = False
     with pytest.raises(ValueError, match="precision was 'bfloat16' and is now 'float32'"):
-        tiny_learner("frozen").run(stream(2), tmp_path / "low")
-    tiny_learner("frozen", precision="bfloat16").run(stream(2), tmp_path / "low")
+        run_stream(tiny_learner("frozen"), stream(2), tmp_path / "low")
+    run_stream(tiny_learner("frozen", precision="bfloat16"), stream(2), tmp_path / "low")

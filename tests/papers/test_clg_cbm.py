@@ -9,7 +9,7 @@ from drawn import DIM, features, normal, step
 from lives import stream, tiny_base, tiny_learner
 from torch.nn import functional as F
 
-from dulbe_peft import ClassIncrementalLearner
+from dulbe_peft import ClassIncrementalLearner, run_stream
 from dulbe_peft.metrics.task_features import learn_from_features, read_features
 from dulbe_peft.papers import clg_cbm
 from dulbe_peft.papers.clg_cbm import ClgCbmClassifier
@@ -102,7 +102,7 @@ def test_concept_texts_agree_for_learner_loaded_learner_and_run_features(tmp_pat
     expected = torch.cat([original.encoder.text_embeds(["x"], {"x": (text,)}) for text in concepts])
     torch.testing.assert_close(classifier.each_text, expected, rtol=0, atol=1e-5)
     run, learner = tmp_path / "run", tiny_learner("frozen", ("prototype",))
-    learner.run([first, second], run, keep_features=True, class_texts=texts)
+    run_stream(learner, [first, second], run, keep_features=True, class_texts=texts)
     from_features = learn_from_features(read_features(run), spec, original.logit_scale)[1]
     for other, atol in ((loaded.classifiers["clg_cbm"], 0), (from_features, 1e-4)):
         torch.testing.assert_close(other.tensors(), classifier.tensors(), rtol=0, atol=atol)

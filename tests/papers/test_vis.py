@@ -13,7 +13,7 @@ from lives import images_of, learned, stream, tiny_base, tiny_learner
 from tiny_encoders import make_model, make_processor, save_encoder
 from torch.nn import functional as F
 
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder, run_stream
 from dulbe_peft.classifiers import TextClassifier
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.encoding import Unprojected
@@ -207,7 +207,7 @@ def test_names_are_compared_with_the_projection_of_unprojected_features(tmp_path
 
 def test_stream_on_unprojected_features_is_learned_again_from_its_features(tmp_path):
     learner, tasks = frozen(("text", "bayes:features=0"), features="unprojected"), stream(2)
-    results = learner.run(tasks, tmp_path / "run", keep_features=True)
+    results = run_stream(learner, tasks, tmp_path / "run", keep_features=True).contents()
     assert results["text"] == results["classifiers"]["text"]
     assert results["text"]["overall"] == results["zero_shot"]["overall"]  # which is computed from projected features
     stored = read_features(tmp_path / "run")

@@ -51,8 +51,6 @@ FILES = sorted(
 )
 MODULES = {file.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for file in FILES}
 PACKAGES = {"dulbe_peft", "dulbe_peft.photos", "research"}  # their `__init__` refers to modules inside them
-# `ClassIncrementalLearner.run` is a shorter way to write `run_stream`, which stands above the learner.
-SHORTCUT = {f"dulbe_peft.streams.{name}" for name in ("run.run_stream", "run.RunOptions", "tasks.Task")}
 
 
 def layer_of(name: str) -> str:
@@ -70,8 +68,7 @@ def module_of(file: str) -> str:
 @cache
 def imported_names(file: str) -> set[str]:
     """Return the dotted names that a file imports from the project, also in functions or only for type checking."""
-    imported = names_in((ROOT / file).read_text(encoding="utf-8"), file)
-    return imported - SHORTCUT if file == "dulbe_peft/learner.py" else imported
+    return names_in((ROOT / file).read_text(encoding="utf-8"), file)
 
 
 def names_in(code: str, file: str) -> set[str]:

@@ -13,7 +13,7 @@ from small_runs import learner_of, tasks_of
 from tiny_encoders import IMAGE_SIZE, OF_ONE_SIZE, make_model
 from torch.nn import functional as F
 
-from dulbe_peft import BridgeEnsembleHead, ClassIncrementalLearner
+from dulbe_peft import BridgeEnsembleHead, ClassIncrementalLearner, run_stream
 from dulbe_peft.classifiers.drift import linear_map
 from dulbe_peft.classifiers.teaching import ClosingPass
 from dulbe_peft.encoders.loading import unit_image_embeds
@@ -166,7 +166,7 @@ def trained(base, digit_folders, tmp_path_factory):
     """Return a learner of two tasks, its folder, and the stream of three tasks."""
     learner = learner_of(base, classifiers=None, drift="linear")
     tasks, folder = tasks_of(digit_folders(6, 6, 3)), tmp_path_factory.mktemp("run")
-    learner.run(tasks[:2], folder, keep_features=True)
+    run_stream(learner, tasks[:2], folder, keep_features=True)
     return learner, folder, tasks
 
 

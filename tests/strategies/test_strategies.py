@@ -23,6 +23,7 @@ from dulbe_peft import (
     Strategy,
     export_lora,
     register_strategy,
+    run_stream,
 )
 from dulbe_peft.photos.deployment.formats import export_learner
 from dulbe_peft.photos.runs.run_settings import pick, read_yaml, setting_values
@@ -98,7 +99,7 @@ def test_frozen_trains_nothing(monkeypatch, tmp_path):
     ):
         monkeypatch.setattr(name, None)
     learner = make_learner("frozen")
-    learner.run(stream(2), tmp_path / "run")
+    run_stream(learner, stream(2), tmp_path / "run")
     assert not (tmp_path / "run" / "task-002" / "adapter_model.safetensors").exists()
     assert learner.memory is None
     assert any(p.requires_grad for p in learner.model.parameters()), "the parameters were not frozen"
@@ -128,9 +129,9 @@ def test_merged_lora_merges_but_lora_keeps_one_pair_and_first_session_trains_onc
     "name", ["zscl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("slca", "first_session", "sgcl"))]
 )
 def test_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
-    make_learner(name).run(stream(2), tmp_path / "whole")
-    make_learner(name).run(stream(1), tmp_path / "stopped")
-    make_learner(name).run(stream(2), tmp_path / "stopped")
+    run_stream(make_learner(name), stream(2), tmp_path / "whole")
+    run_stream(make_learner(name), stream(1), tmp_path / "stopped")
+    run_stream(make_learner(name), stream(2), tmp_path / "stopped")
     whole, stopped = (content(tmp_path / folder / "task-002") for folder in ("whole", "stopped"))
     assert [name for name in whole if whole[name] != stopped.get(name)] == [] and "adapter_model.safetensors" in whole
 
@@ -155,7 +156,7 @@ def test_strategy_of_the_example_can_be_registered_and_saved(tmp_path, monkeypat
     monkeypatch.setattr(STRATEGIES, "_classes", dict(STRATEGIES._classes))
     exec(text_of("examples/own_strategy.py"), {"__name__": "example"})
     learner = make_learner("random_bases:salt=2")
-    results = learner.run(stream(2), tmp_path / "run")
+    results = run_stream(learner, stream(2), tmp_path / "run").contents()
     assert results["strategy"] == {"name": "random_bases", "salt": 2}
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002")
     assert loaded.strategy == learner.strategy and loaded.strategy.salt == 2

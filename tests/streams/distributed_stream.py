@@ -21,6 +21,7 @@ from dulbe_peft import (
     LearnerArguments,
     class_incremental_tasks,
     load_clip,
+    run_stream,
 )
 from dulbe_peft.data.digits import digit_images
 from dulbe_peft.data.images import LabelledImages
@@ -113,7 +114,7 @@ def main() -> None:
         sum_few_tokens()
         if sys.argv[4:] and size > 1:
             fail_alone(learner, digits, rank)
-        learner.run(class_incremental_tasks(digits, digits, increment=2)[:3], output / strategy)
+        run_stream(learner, class_incremental_tasks(digits, digits, increment=2)[:3], output / strategy)
         save_file(state_of(learner), output / f"{strategy}-{rank}.safetensors")
     leave()
 

@@ -11,7 +11,7 @@ from lives import content
 from PIL import Image
 from small_runs import learner_of, tasks_of
 
-from dulbe_peft import CheckpointError, ClassIncrementalLearner
+from dulbe_peft import CheckpointError, ClassIncrementalLearner, run_stream
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.loading import load_dual_encoder
 from dulbe_peft.papers.inflora import InfLora
@@ -58,7 +58,7 @@ def results_of(output):
 def finished(base, photos, tmp_path_factory):
     """Run a stream of two tasks with training, and return the folder."""
     output = tmp_path_factory.mktemp("finished") / "run"
-    make_learner(base).run(stream(photos), output)
+    run_stream(make_learner(base), stream(photos), output)
     return output
 
 
@@ -72,7 +72,7 @@ def output(finished, tmp_path):
 def whole(base, photos, tmp_path_factory):
     """Run a stream of three tasks without training, and return the folder."""
     output = tmp_path_factory.mktemp("whole") / "run"
-    frozen(base).run(stream(photos, 3), output)
+    run_stream(frozen(base), stream(photos, 3), output)
     return output
 
 
@@ -88,7 +88,7 @@ def test_different_run_is_refused_with_the_differing_setting(base, photos, finis
         (make_learner(base), second, r"task 2 has the classes .* there, and \['zero', 'two'\]"),
     ):
         with pytest.raises(ValueError, match=f"task-002 belongs to another run: {words}"):
-            learner.run(stream(photos, names=names), output)
+            run_stream(learner, stream(photos, names=names), output)
         assert content(output) == content(finished)
 
 
@@ -97,7 +97,7 @@ def test_changed_image_of_a_finished_task_is_refused_by_name(base, root, finishe
     Image.new("RGB", (9, 9), "red").save(root / split / "two" / name)
     words = rf"{split}(ing)? images of the finished task 2, 1 are missing or changed, and 1 are new \(.*two/{name}\);"
     with pytest.raises(ValueError, match=f"task-002 belongs to another run: of the {words}"):
-        make_learner(base).run(stream(root), output)
+        run_stream(make_learner(base), stream(root), output)
     assert content(output) == content(finished)
 
 
@@ -108,7 +108,7 @@ def test_missing_image_of_a_task_in_memory_is_refused(base, photos, tmp_path, te
         for task in stream(photos, count):
             rows = [(task.train[row]["image"], task.train[row]["label"]) for row in range(less, len(task.train))]
             tasks.append(Task(rows, None, task.class_names))
-        make_learner(base, teacher=teacher).run(tasks, tmp_path / "run")
+        run_stream(make_learner(base, teacher=teacher), tasks, tmp_path / "run")
 
     run(0, 1)
     words = "the training images of the finished task 1, 1 are missing or changed, and 0 are new; restore"
@@ -125,7 +125,7 @@ def test_renamed_files_and_other_library_versions_resume_the_run(base, root, fin
     other = library_versions() | {"torch": "0.4", "numpy": "0.1"}
     with monkeypatch.context() as context:
         context.setattr("dulbe_peft.streams.resume.library_versions", lambda: other)
-        make_learner(base, pixel_cache_mb=1).run(stream(root), output)
+        run_stream(make_learner(base, pixel_cache_mb=1), stream(root), output)
     printed = capsys.readouterr().out
     assert "task-001 was written with other versions of numpy, torch: the last" in printed
     assert "resuming after task-001: 2 classes learned" in printed
@@ -140,7 +140,7 @@ def test_damaged_task_folders_are_reported_and_skipped(base, photos, finished, o
     assert len(ClassIncrementalLearner.from_pretrained(output).tasks) == 1, "task-001 is the newest valid folder"
     skipping = f"skipping {output / 'task-002'}: {output / 'task-002' / 'statistics.safetensors'} is damaged"
     assert skipping in capsys.readouterr().err
-    make_learner(base).run(stream(photos), output)
+    run_stream(make_learner(base), stream(photos), output)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"skipping {output / 'task-1000'}: ") and lines[1].startswith(skipping)
     assert lines[2] == "resuming after task-001: 2 classes learned"
@@ -159,7 +159,7 @@ def test_run_refuses_a_folder_without_a_valid_task(base, photos, output, tmp_pat
         (tmp_path / "other", "tasks.png exists, but the folder has no task of a run"),
     ):
         with pytest.raises((ValueError, FileExistsError), match=words):
-            make_learner(base).run(stream(photos), folder)
+            run_stream(make_learner(base), stream(photos), folder)
     with pytest.raises(CheckpointError, match="none of its task folders is valid: .*task-002.*task-001"):
         ClassIncrementalLearner.from_pretrained(output)
     assert content(tmp_path) == before
@@ -168,8 +168,8 @@ def test_run_refuses_a_folder_without_a_valid_task(base, photos, output, tmp_pat
 def test_run_with_tasks_added_later_equals_a_single_run(base, photos, whole, tmp_path):
     output, learner = tmp_path / "run", frozen(base)
     for count in (1, 2):
-        learner.run(stream(photos, count), output)
-    results = frozen(base).run(stream(photos, 3), output)
+        run_stream(learner, stream(photos, count), output)
+    results = run_stream(frozen(base), stream(photos, 3), output).contents()
     assert results == results_of(whole) and len(results["zero_shot"]["overall"]) == 3
     assert None not in results["zero_shot"]["overall"], "a later task must be measured too"
     for name in ("manifest.json", "progress.json", "head.safetensors", "images.safetensors"):
@@ -181,13 +181,13 @@ def test_damaged_image_of_a_later_task_keeps_finished_tasks(base, root, tmp_path
     good = (root / damaged).read_bytes()
     (root / damaged).write_bytes(b"no image")
     with pytest.raises(ValueError, match="two/1.png"):
-        frozen(base).run(stream(root, 3), tmp_path / "run")
+        run_stream(frozen(base), stream(root, 3), tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").glob("task-*")] == ["task-001"]
     (root / damaged).write_bytes(good)
     shutil.copy(root / "train" / "five" / "0.png", root / "train" / "five" / "extra.png")
-    results = frozen(base).run(stream(root, 3), tmp_path / "run")
+    results = run_stream(frozen(base), stream(root, 3), tmp_path / "run").contents()
     assert "resuming after task-001" in capsys.readouterr().out
-    assert results == frozen(base).run(stream(root, 3), tmp_path / "again")
+    assert results == run_stream(frozen(base), stream(root, 3), tmp_path / "again").contents()
 
 
 def test_run_of_a_loaded_learner_leaves_earlier_tasks_unmeasured(base, photos, tmp_path):
@@ -197,7 +197,7 @@ def test_run_of_a_loaded_learner_leaves_earlier_tasks_unmeasured(base, photos, t
     learner.save_pretrained(tmp_path / "saved")
     learner.learn_task(tasks[2].train)
     loaded, again, other = (ClassIncrementalLearner.from_pretrained(tmp_path / "saved") for _ in range(3))
-    results = loaded.run(tasks[2:], tmp_path / "run")
+    results = run_stream(loaded, tasks[2:], tmp_path / "run").contents()
     assert results["class_names"] == [list(task.class_names) for task in tasks] and results["known_tasks"] == 2
     matrix = results["head"]["matrix"]
     assert matrix[:2] == [[None], [None, None]] and matrix[2][:2] == [None, None] and 0 <= matrix[2][2] <= 1
@@ -208,48 +208,50 @@ def test_run_of_a_loaded_learner_leaves_earlier_tasks_unmeasured(base, photos, t
     for name, classifier in learner.classifiers.items():
         for key, value in loaded.classifiers[name].state_dict().items():
             assert torch.equal(value, classifier.state_dict()[key]), (name, key)
-    assert again.run(tasks[2:], tmp_path / "run") == results, "the same call resumes the run"
+    assert run_stream(again, tasks[2:], tmp_path / "run").contents() == results, "the same call resumes the run"
     with pytest.raises(ValueError, match="class that was already seen"):
-        other.run(tasks, tmp_path / "other")
+        run_stream(other, tasks, tmp_path / "other")
 
 
 def test_new_run_keeps_earlier_rows_and_runs_known_tests(base, photos, whole, tmp_path):
     tasks = stream(photos, 3)
-    frozen(base).run(tasks[:2], tmp_path / "june")
+    run_stream(frozen(base), tasks[:2], tmp_path / "june")
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "june")
-    results = loaded.run(tasks[2:], tmp_path / "july", known_tests=[task.test for task in tasks[:2]])
+    results = run_stream(
+        loaded, tasks[2:], tmp_path / "july", known_tests=[task.test for task in tasks[:2]]
+    ).contents()
     assert results == results_of(whole) | {"known_tasks": 2}
     timings = json.loads((tmp_path / "july" / "timings.json").read_text())["tasks"]
     assert len(timings) == 3 and timings[0] == json.loads((tmp_path / "june" / "timings.json").read_text())["tasks"][0]
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "june")
-    partly = loaded.run(tasks[2:], tmp_path / "august", known_tests=[None, tasks[1].test])
+    partly = run_stream(loaded, tasks[2:], tmp_path / "august", known_tests=[None, tasks[1].test]).contents()
     assert partly["head"]["matrix"] == [*results["head"]["matrix"][:2], [None, *results["head"]["matrix"][2][1:]]]
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "june")
     with pytest.raises(ValueError, match="known_tests has 1 entries, but the learner had learned 2 tasks"):
-        loaded.run(tasks[2:], tmp_path / "x", known_tests=[None])
+        run_stream(loaded, tasks[2:], tmp_path / "x", known_tests=[None])
     loaded.forget_class("one")
     assert all(task.row == Row() for task in known_tasks(loaded)), "the old accuracies are of other classes"
 
 
 def test_run_without_new_tasks_commits_and_tests_the_learner(base, photos, tmp_path):
     tasks = stream(photos, 3)
-    frozen(base).run(tasks[:2], tmp_path / "june")
+    run_stream(frozen(base), tasks[:2], tmp_path / "june")
     for _ in range(2):  # the second time, the folder exists
         learner = ClassIncrementalLearner.from_pretrained(tmp_path / "june")
         learner.update_classes(tasks[1].test)
-        results = learner.run([], tmp_path / "july", known_tests=[task.test for task in tasks[:2]])
+        results = run_stream(learner, [], tmp_path / "july", known_tests=[task.test for task in tasks[:2]]).contents()
         assert results["head"]["matrix"][0] == results_of(tmp_path / "june")["head"]["matrix"][0]
     assert ClassIncrementalLearner.from_pretrained(tmp_path / "july").head.counts.tolist() == [4, 4, 6, 6]
     changed = ClassIncrementalLearner.from_pretrained(tmp_path / "june")
     with pytest.raises(ValueError, match="a run that began with another learner of the same classes"):
-        changed.run([], tmp_path / "july", known_tests=[None, None])
+        run_stream(changed, [], tmp_path / "july", known_tests=[None, None])
     with pytest.raises(ValueError, match="tasks is empty"):
-        frozen(base).run([], tmp_path / "x")
+        run_stream(frozen(base), [], tmp_path / "x")
 
 
 def test_run_refuses_to_discard_updates_of_the_learner(base, photos, tmp_path):
     tasks, learner = stream(photos, 3), make_learner(base)
-    learner.run(tasks[:2], tmp_path / "run")
+    run_stream(learner, tasks[:2], tmp_path / "run")
     learner.update_classes(tasks[1].test)
     with torch.no_grad():
         next(learner.model.shared_parameters()).add_(1)
@@ -257,7 +259,7 @@ def test_run_refuses_to_discard_updates_of_the_learner(base, photos, tmp_path):
     with pytest.raises(
         ValueError, match="this learner differs from the one in .*task-002.* for example by update_classes"
     ):
-        learner.run(tasks, tmp_path / "run")
+        run_stream(learner, tasks, tmp_path / "run")
     assert torch.equal(learner.head.counts, counts)
     assert all(torch.equal(value, model[name]) for name, value in learner.model.state_dict().items())
 
@@ -265,10 +267,10 @@ def test_run_refuses_to_discard_updates_of_the_learner(base, photos, tmp_path):
 def test_folder_of_another_learner_is_refused(base, photos, whole, tmp_path):
     output, learner = shutil.copytree(whole, tmp_path / "run"), frozen(base)
     with pytest.raises(ValueError, match="task 3 has the classes .* there, and None in the given stream"):
-        learner.run(stream(photos), output)
+        run_stream(learner, stream(photos), output)
     learner.learn_task(stream(photos)[1].train)
     with pytest.raises(ValueError, match=r"its tasks are .* but this learner has learned \[\['two', 'zero'\]\]"):
-        learner.run(stream(photos, 3), output)
+        run_stream(learner, stream(photos, 3), output)
 
 
 @pytest.mark.parametrize("strategy", ["frozen", "dulbe"])
@@ -308,9 +310,9 @@ def test_strategy_knows_the_number_of_tasks_of_a_run_and_of_a_resumed_one(base, 
 
     monkeypatch.setattr(InfLora, "threshold", threshold)
     learner = make_learner(base, strategy="inflora")
-    learner.run(stream(photos)[:1], tmp_path / "run")
+    run_stream(learner, stream(photos)[:1], tmp_path / "run")
     assert seen == [(0, 1)] and learner.state.planned is None
-    make_learner(base, strategy="inflora").run(stream(photos), tmp_path / "run")
+    run_stream(make_learner(base, strategy="inflora"), stream(photos), tmp_path / "run")
     assert seen == [(0, 1), (1, 2)]
 
 
@@ -322,7 +324,7 @@ def test_tracker_receives_the_accuracies_after_each_task(base, photos, tmp_path,
     monkeypatch.setattr("dulbe_peft.streams.run.Accelerator", lambda **_: tracker)
     monkeypatch.setattr("dulbe_peft.training.preparing.filter_trackers", lambda names, *_: [names])
     learner = make_learner(base, classifiers=("bridge", "lda"), log_with="tensorboard")
-    results = learner.run(stream(photos), tmp_path / "run")
+    results = run_stream(learner, stream(photos), tmp_path / "run").contents()
     accuracies = [(values, step) for values, step in logged if "accuracy/lda" in values]
     assert [values["accuracy/lda"] for values, _ in accuracies] == results["classifiers"]["lda"]["overall"]
     assert [set(values) for values, _ in accuracies] == [{"accuracy/bridge", "accuracy/lda"}] * 2

@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_runs import learner_of, results_with, tasks_of
 
+from dulbe_peft import run_stream
 from dulbe_peft.classifiers.registry import make_classifiers
 from dulbe_peft.classifiers.teaching import ClosingPass
 from dulbe_peft.metrics.evaluation import EncodedTest, evaluate_features
@@ -97,15 +98,15 @@ def test_run_and_resumed_run_report_the_same_costs(base, digit_folders, tmp_path
     tasks = tasks_of(digit_folders(4, 10, 10))
     settings = {"classifiers": ("lda", "prototype"), "drift": "none"}
     settings |= {"learning_rate": 0.1, "epochs": 4, "batch_size": 20}
-    results = learner_of(base, **settings).run(tasks, tmp_path / "whole")
+    results = run_stream(learner_of(base, **settings), tasks, tmp_path / "whole").contents()
     printed = capsys.readouterr().out
     assert "training this task lowered the accuracy on " in printed and trained_away(Results.of(results))
     assert results["changed"][1] is not None, "the old classes have only 20 test images"
-    learner_of(base, **settings).run(tasks[:1], tmp_path / "parts")
-    assert learner_of(base, **settings).run(tasks, tmp_path / "parts")["costs"] == results["costs"]
+    run_stream(learner_of(base, **settings), tasks[:1], tmp_path / "parts")
+    assert run_stream(learner_of(base, **settings), tasks, tmp_path / "parts").contents()["costs"] == results["costs"]
     assert results["costs"] == json.loads((tmp_path / "whole" / "results.json").read_text())["costs"]
     untested = [Task(task.train, None, task.class_names) for task in tasks]
-    results = learner_of(base, **settings).run(untested, tmp_path / "untested")
+    results = run_stream(learner_of(base, **settings), untested, tmp_path / "untested").contents()
     assert "old classes have too few test images" in capsys.readouterr().out and results["changed"][1] > 0.1
-    frozen = learner_of(base, "frozen", ("lda",)).run(tasks, tmp_path / "frozen")
+    frozen = run_stream(learner_of(base, "frozen", ("lda",)), tasks, tmp_path / "frozen").contents()
     assert "costs" not in frozen and "changed" not in frozen

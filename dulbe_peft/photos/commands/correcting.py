@@ -40,12 +40,12 @@ def write_corrected(
     Their results are left out, because they no longer hold after the correction. `past` replaces the learner's tasks.
     """
     from dulbe_peft.streams.progress import FinishedTask, known_tasks
-    from dulbe_peft.streams.run import RunOptions, run_stream
+    from dulbe_peft.streams.run import run_stream
 
     print("\n".join(lines))
     past = known_tasks(learner) if past is None else past
     sources = [FinishedTask(class_names=list(n), source=t.source) for n, t in zip(learner.tasks, past, strict=True)]
-    run_stream(learner, [], output, RunOptions(past=sources))
+    run_stream(learner, [], output, past=sources)
     print(f"written: {output}")
     if any(learner.state.known.tested.values()):
         from dulbe_peft.photos.runs.setup import tests_of

@@ -72,7 +72,7 @@ def learn(
 
     from dulbe_peft.data.names import check_class_names, similar_names
     from dulbe_peft.streams.progress import known_tasks, renamed_classes
-    from dulbe_peft.streams.run import RunOptions, run_stream
+    from dulbe_peft.streams.run import run_stream
 
     notes: list[str] = []
     train, test = setup.open_source(source, unreadable_finder(loaded), notes, loaded.class_names)
@@ -105,7 +105,7 @@ def learn(
     elif known:
         _update(loaded, fresh.select(known))
     before = past[-1].row if past else None
-    results = run_stream(loaded, tasks, output, RunOptions(past=past, known_tests=tests, source=source.entry()))
+    results = run_stream(loaded, tasks, output, past=past, known_tests=tests, source=source.entry())
     if before is not None and not new:
         _report_gain(before, results)
     close_run(loaded, output, results, [*tests, *(task.test for task in tasks)], [train], notes)

@@ -38,7 +38,7 @@ def write_pictures(
     Args:
         run: The folder of the run.
         tests: The test data of each task.
-        results: What `ClassIncrementalLearner.run` returned, or a record of it.
+        results: What `run_stream` returned, or a record of it.
         left_out: Sentences about files that are not part of the data.
         learner: The learner, to mark test images that it has also learned.
         trains: The training data, to show the training image nearest to each mistake.

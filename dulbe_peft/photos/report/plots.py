@@ -38,7 +38,7 @@ def plot_results(results: Results | Mapping[str, object], path: str | Path) -> N
     """Plot the accuracy on all seen classes after each task, for every classifier and for zero-shot classification.
 
     Args:
-        results: What `ClassIncrementalLearner.run` returned for a stream with test data, or a record of it.
+        results: What `run_stream` returned for a stream with test data, or a record of it.
         path: The file to write; its suffix selects the format.
 
     Raises:

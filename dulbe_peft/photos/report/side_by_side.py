@@ -54,7 +54,7 @@ RUN_COLUMNS = [_RUN, _STRATEGY, _TITLE, _LAST_COLUMN, _MEAN_COLUMN, *_CHANGES]
 def format_summary(results: Results | Mapping[str, object]) -> str:
     """Return a small table of a stream's results in percent, with lines below it that explain the columns.
 
-    `results` is what `ClassIncrementalLearner.run` returned, or a record of it. If nothing was trained, the text
+    `results` is what `run_stream` returned, or a record of it. If nothing was trained, the text
     classifier equals the zero-shot one, so the table has only the latter.
     """
     results = Results.of(results)

@@ -195,11 +195,11 @@ class Setup:
 
     def run(self, keep_features: bool = False) -> Results:
         """Run the stream in its output folder."""
-        from dulbe_peft.streams.run import RunOptions, run_stream
+        from dulbe_peft.streams.run import run_stream
 
         source, texts = self.stream.source.entry(), self.class_texts()
-        options = RunOptions(source=source, class_texts=texts, keep_features=keep_features)
-        return run_stream(self.learner, self.tasks, self.stream.output, options)
+        options: dict[str, Any] = {"source": source, "class_texts": texts, "keep_features": keep_features}
+        return run_stream(self.learner, self.tasks, self.stream.output, **options)
 
 
 def unreadable_finder(learner: ClassIncrementalLearner) -> Look:
