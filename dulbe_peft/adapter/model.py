@@ -32,7 +32,7 @@ from dulbe_peft.adapter.saved import (
 )
 from dulbe_peft.adapter.targets import LLAVA_TARGETS, LLAVA_TYPES, check_targets, find_target, in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
-from dulbe_peft.encoders.registry import CLIP_VISION_TYPES, ENCODERS, type_of
+from dulbe_peft.encoders.registry import ENCODERS, VISION_TOWERS, type_of
 from dulbe_peft.subspaces.allocation import NO_STATISTICS, allocate_modes
 from dulbe_peft.subspaces.modes import ModeBases, check_modes
 from dulbe_peft.utils.processes import copy_from_main, refuse_sharded
@@ -53,7 +53,7 @@ class DualModeLoraModel(BaseTuner):
     target_module_mapping: dict[str, Any] = (
         TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
         | {model_type: list(record.target_modules) for model_type, record in ENCODERS.items()}
-        | {model_type: list(ENCODERS["clip"].target_modules) for model_type in CLIP_VISION_TYPES}
+        | {tower: list(ENCODERS[model_type].target_modules) for tower, model_type in VISION_TOWERS.items()}
         | dict.fromkeys(LLAVA_TYPES, LLAVA_TARGETS)
     )
 
@@ -109,7 +109,7 @@ class DualModeLoraModel(BaseTuner):
             known = ", ".join(record.model for record in ENCODERS.values())
             raise ValueError(
                 f"the target layers of a {type(self.model).__name__} are not known. They are known for {known}, "
-                "CLIP's vision towers and LLaVA. For another model, name its linear layers: "
+                "their vision towers and LLaVA. For another model, name its linear layers: "
                 "DualModeLoraConfig(target_modules=[...])"
             )
         return super()._prepare_adapter_config(peft_config, model_config)

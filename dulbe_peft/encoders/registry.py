@@ -98,8 +98,9 @@ ENCODERS: dict[str, DualEncoder] = {
     "vit": DualEncoder("ViT", "ViTModel", "ViTImageProcessorPil", unused_pooler=True, **_IMAGE_ONLY),
 }
 
-# CLIP's vision tower as a model of its own. Adapter files of both types fit a CLIPModel.
-CLIP_VISION_TYPES = ("clip_vision_model", "clip_vision_model_with_projection")
+# `model_type` of a vision tower that is a model of its own, with or without a projection -> that of the whole encoder.
+# An adapter file of either fits both.
+VISION_TOWERS = {f"{name}_vision_model": name for name, record in ENCODERS.items() if not record.image_only}
 
 
 def type_of(model: object) -> Any:
@@ -108,9 +109,9 @@ def type_of(model: object) -> Any:
 
 
 def find_record(model: object) -> DualEncoder | None:
-    """Return the record of a model's type, also for CLIP's vision tower alone; None for other types."""
-    model_type = type_of(model)
-    return ENCODERS.get("clip" if model_type in CLIP_VISION_TYPES else str(model_type))
+    """Return the record of a model's type, also for the vision tower of an encoder alone; None for other types."""
+    model_type = str(type_of(model))
+    return ENCODERS.get(VISION_TOWERS.get(model_type, model_type))
 
 
 # Why some encoders of transformers are not supported.
