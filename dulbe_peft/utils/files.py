@@ -154,9 +154,25 @@ def output_file(path: str | Path, errors: str = "surrogateescape") -> Iterator[I
 
 def rename_to_old(path: Path) -> None:
     """Rename an existing file or folder to NAME.old, or NAME.old1 and so on, and print a message about it."""
+    print(f"renamed the existing {path} to {path.rename(_old_name(path))}", file=sys.stderr)
+
+
+def keep_as_old(path: Path) -> None:
+    """Give an existing file the second name NAME.old, or NAME.old1 and so on, and print a message about it.
+
+    The file keeps its first name until it is replaced, so it can still be read.
+    """
+    old = _old_name(path)
+    try:
+        os.link(path, old)
+    except OSError:  # the file system has no hard links
+        shutil.copy2(path, old)
+    print(f"kept the existing {path} as {old}", file=sys.stderr)
+
+
+def _old_name(path: Path) -> Path:
     names = (path.with_name(f"{path.name}.old{number or ''}") for number in count())
-    aside = path.rename(next(name for name in names if not os.path.lexists(name)))
-    print(f"renamed the existing {path} to {aside}", file=sys.stderr)
+    return next(name for name in names if not os.path.lexists(name))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ def figures(
     output: Folder = setting(..., "folder for the figures, and for their numbers in diagnostics.json"),
     overwrite: bool = OVERWRITE,
 ) -> None:
-    claim(("--output", output, FOLDER), reads=[run], overwrite=overwrite)
+    claim(("--output", output, FOLDER), overwrite=overwrite)
     from research.diagnostics.training_effects import write_figures
 
     for path in write_figures(run, output):

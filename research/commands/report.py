@@ -22,7 +22,7 @@ def report(
     overwrite: bool = OVERWRITE,
 ) -> None:
     outputs = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
-    claim(*outputs, reads=[comparison], overwrite=overwrite)
+    claim(*outputs, overwrite=overwrite)
     from research.comparison.comparison_file import COMPARISON_FILE
     from research.comparison.comparison_page import write_comparison_page
 

@@ -78,7 +78,7 @@ def check(
 ) -> int:
     check_given(data=data)
     claim(("--move-to", move_to, FOLDER), apart=[data])
-    claim(("--page", page, ".html"), ("--csv", csv, ".csv"), reads=[data], overwrite=overwrite)
+    claim(("--page", page, ".html"), ("--csv", csv, ".csv"), overwrite=overwrite)
     if check_labels != (model is not None):
         raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, need each other")
     from dulbe_peft.data.folders import ImageFolder

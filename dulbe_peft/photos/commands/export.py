@@ -35,7 +35,7 @@ def export(
     precision: str = setting("float32", "precision of the encoder's weights in a graph", choice=PRECISIONS),
     overwrite: bool = OVERWRITE,
 ) -> None:
-    claim(("OUTPUT", output, FOLDER), reads=[learner], overwrite=overwrite)
+    claim(("OUTPUT", output, FOLDER), overwrite=overwrite)
     loaded = load()
     from dulbe_peft.adapter.lora_export import COMPRESSION_FILE
     from dulbe_peft.photos.deployment.formats import default_format, export_learner

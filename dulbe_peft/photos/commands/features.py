@@ -80,7 +80,7 @@ def features(
 ) -> None:
     if engine is None and (jobs or address):
         raise ValueError("--jobs and --address need --engine: give --engine, or omit them")
-    claim(("--output", output, ".parquet"), reads=[data, learner], overwrite=overwrite)
+    claim(("--output", output, ".parquet"), overwrite=overwrite)
     from dulbe_peft.data.feature_tables import EncoderNote, write_features
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.photos.runs.encoding import fill_store

@@ -40,7 +40,7 @@ LABELS = setting(
 NO_STORE = setting(False, "do not store or reuse features of images")
 ONLY = setting(None, "file of the classes that are possible, one per line")
 SUM_UP = setting(None, "CSV file of class,group: answer with groups")
-OVERWRITE = setting(False, "start again; rename an existing output to NAME.old")
+OVERWRITE = setting(False, "start again; keep an existing output as NAME.old")
 
 
 class Load(Protocol):

@@ -4,16 +4,19 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from dulbe_peft.utils.files import is_standard_output, is_stream, read_json, rename_to_old
+import click
+
+from dulbe_peft.utils.files import is_standard_output, is_stream, keep_as_old, read_json, rename_to_old
 from dulbe_peft.utils.terminal import printable
 
 FOLDER = "folder"  # the kind of an output that is not a file
+DATA_KINDS = {".csv", ".json", ".parquet"}  # kinds of outputs that may be inputs; nobody reads a page or a LaTeX table
 
 
 def check_given(
@@ -69,19 +72,25 @@ def claim(
     *outputs: tuple[str, str | None, str],
     reads: Sequence[str | None] = (),
     apart: Sequence[str | None] = (),
+    corrected: Collection[str] = (),
     overwrite: bool = False,
 ) -> None:
-    """Refuse outputs that cannot be written or were probably given by mistake, before any work is done.
+    """Refuse outputs that cannot be written, or that would replace what the command reads, before any work is done.
+
+    The command reads the paths in its own arguments, `reads` and `apart`, and the tables and images below them. An
+    output is compared with them by device and inode, so that a link is recognised.
 
     Args:
         outputs: For each output, its flag, its path or None, and its kind: the suffix of a file, or `FOLDER`.
-        reads: Paths that the command reads, which cannot be outputs.
+        reads: Further paths that the command reads.
         apart: Paths that the command reads and whose folders must not contain an output.
-        overwrite: Whether existing files and folders at the outputs' paths are renamed to NAME.old.
+        corrected: Flags of tables that people correct; an existing one is not replaced.
+        overwrite: Whether existing files and folders are kept as NAME.old instead of being refused.
     """
     from dulbe_peft.utils.folders import put_back
 
-    read, flags = {Path(path).resolve() for path in (*reads, *apart) if path}, dict[Path, str]()
+    given = _given_paths({flag for flag, *_ in outputs})
+    sources, flags = _sources([*reads, *apart, *given]), dict[Path, str]()
     for flag, path, kind in outputs:
         if path is None:
             continue
@@ -99,15 +108,76 @@ def claim(
         if kind == FOLDER:
             put_back(target)
         else:
-            _check_file(flag, path, target, read)
+            _check_file(path, target)
         existing = next(parent for parent in (target, *target.parents) if parent.exists())
         if not os.access(existing, os.W_OK):
             raise PermissionError(f"{existing} cannot be written to: choose another {flag}")
-        if kind == FOLDER or (target.is_file() and target.suffix.lower() != kind):
+        if kind == FOLDER:
             if overwrite:
-                _step_aside(path, read)
-            elif kind != FOLDER:
-                raise FileExistsError(f"{path} exists and is not a {kind} file: choose another name, or --overwrite")
+                _step_aside(path, sources)
+        elif why := _why_kept(target, kind, sources, flag in corrected):
+            if not (overwrite and target.is_file()):
+                way_out = ", or --overwrite, which keeps it as NAME.old" * target.is_file()
+                raise FileExistsError(f"{flag} {path} {why}: choose another name{way_out}")
+            keep_as_old(target)
+
+
+def _given_paths(outputs: Collection[str]) -> list[str]:
+    """Return the texts that the current command got as arguments, except those of the flags `outputs`."""
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return []
+    own = {each.name for each in context.command.params if {*each.opts, str(each.name).upper()} & {*outputs}}
+    values = [value for name, value in context.params.items() if name not in own]
+    words = chain.from_iterable(value if isinstance(value, (list, tuple)) else [value] for value in values)
+    return [word for word in words if isinstance(word, str)]
+
+
+def _sources(paths: Iterable[str | None]) -> set[Path]:
+    """Return the resolved paths of the inputs that exist."""
+    sources = set[Path]()
+    for path in filter(None, paths):
+        with suppress(OSError, ValueError):  # the text of another setting, which may have any length and character
+            if Path(path).exists():
+                sources.add(Path(path).resolve())
+    return sources
+
+
+def _why_kept(target: Path, kind: str, sources: set[Path], corrected: bool) -> str:
+    """Return why a file must not be replaced, or "" if it may be, or if there is nothing to lose."""
+    from dulbe_peft.data.labels import METADATA
+
+    folders = [source for source in sources if source.is_dir()]
+    if not target.exists():
+        would_be_data = kind == ".parquet" or target.name in METADATA
+        inside = next((folder for folder in folders if would_be_data and folder in target.parents), None)
+        return f"lies in {inside}, whose images would no longer be read, but this file" if inside else ""
+    if any(source.is_file() and source.samefile(target) for source in sources):
+        return "is a file that the command reads"
+    for folder in folders if kind in DATA_KINDS else ():
+        if folder in target.parents or _holds(folder, target):
+            return f"is a file in {folder}, which the command reads"
+    if target.suffix.lower() != kind:
+        return f"exists and is not a {kind} file"
+    return "may hold your corrections" if corrected and target.stat().st_size else ""
+
+
+def _holds(folder: Path, target: Path) -> bool:
+    """Return whether a folder or one below it holds a file under any name. Links are followed."""
+    entered, wanted = set[tuple[int, int]](), os.stat(target)
+    for here, folders, names in os.walk(folder, followlinks=True):
+        status = os.stat(here)
+        if (status.st_dev, status.st_ino) in entered:
+            folders.clear()
+            continue
+        entered.add((status.st_dev, status.st_ino))
+        with os.scandir(here) as entries:  # an entry's inode is known without reading the file's status
+            for entry in entries:
+                if (entry.is_symlink() or entry.inode() == wanted.st_ino) and entry.name in names:
+                    with suppress(OSError):  # a broken link
+                        if os.path.samestat(entry.stat(), wanted):
+                            return True
+    return False
 
 
 def _lies_in(target: Path, folder: Path) -> bool:
@@ -120,13 +190,11 @@ def _lies_in(target: Path, folder: Path) -> bool:
     return folder.is_dir() and folder in (target, *target.parents)
 
 
-def _check_file(flag: str, path: str, target: Path, read: set[Path]) -> None:
+def _check_file(path: str, target: Path) -> None:
     """Raise an error if a path cannot be an output file."""
     from dulbe_peft.checkpoints import layout
     from dulbe_peft.utils.folders import MANIFEST, check_outside_saved
 
-    if target in read:
-        raise ValueError(f"{flag} {path} is a file that the command reads: choose another name")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: the folder {target.parent} does not exist")
     check_outside_saved(target.parent, f"write {path}")
@@ -137,14 +205,14 @@ def _check_file(flag: str, path: str, target: Path, read: set[Path]) -> None:
         raise FileExistsError(f"{path} is a file that a run or a model needs: choose another name")
 
 
-def _step_aside(path: str, read: set[Path]) -> None:
-    """Rename an existing file or folder at a path to NAME.old, so that nothing is lost."""
+def _step_aside(path: str, sources: set[Path]) -> None:
+    """Rename an existing folder, or a file in its place, to NAME.old, so that nothing is lost."""
     target = Path(path)
     if not os.path.lexists(target):
         return
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(f"--overwrite works only with a single process: move {path} away before the launch")
-    for other in (Path.cwd(), *read):
+    for other in (Path.cwd(), *sources):
         if target.resolve() in (other, *other.parents):
             raise ValueError(f"--overwrite would move {path}, which the command uses: choose another name")
     rename_to_old(target)

@@ -83,7 +83,7 @@ def predict(
     files = [("--csv", csv, ".csv"), ("--json", json_file, ".json"), ("--exiftool", exiftool, ".csv")]
     files.append(("--camtrap-dp", camtrap_dp, ".csv"))
     package = _package(paths) if camtrap_dp else None
-    claim(*files, reads=paths, overwrite=overwrite)
+    claim(*files, overwrite=overwrite)
     claim(("--sort-into", sort_into, FOLDER), apart=paths)
     images = list(_images(paths))
     if not images:

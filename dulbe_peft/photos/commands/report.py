@@ -25,7 +25,7 @@ def report(
     from dulbe_peft.utils.folders import put_back
 
     outputs = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
-    claim(*outputs, reads=runs, overwrite=overwrite)
+    claim(*outputs, overwrite=overwrite)
     if any(Path(run).suffix.lower() == ".csv" and Path(run).is_file() for run in runs):
         _contact_sheet(runs, output, csv, latex)
         return

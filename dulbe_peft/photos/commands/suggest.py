@@ -53,13 +53,10 @@ def suggest(
     if not photos:
         raise ValueError("name the photographs: dulbe-peft suggest [LEARNER] [--model M] PHOTOS...")
     check_images(photos)
-    claim(("--csv", csv, ".csv"), ("--page", page, ".html"), reads=photos, overwrite=overwrite)
-    from dulbe_peft.utils.files import is_stream, rename_to_old, write_csv
+    claim(("--csv", csv, ".csv"), ("--page", page, ".html"), corrected={"--csv"}, overwrite=overwrite)
+    from dulbe_peft.utils.files import is_stream, write_csv
 
     table = None if csv is None or is_stream(csv) else csv
-    existing = table if table and os.path.isfile(table) and os.path.getsize(table) else None
-    if existing and not overwrite:
-        raise FileExistsError(f"{table} may hold your corrections: choose another name, or --overwrite")
     loaded = load(learner=learner)
     from dulbe_peft.photos.suggesting import new_photographs, suggestions
 
@@ -77,8 +74,6 @@ def suggest(
     header = HEADER
     if items:
         header, lines = [*HEADER, "group"], [[*line, items[s.row]] for line, s in zip(lines, suggested, strict=True)]
-    if existing:
-        rename_to_old(Path(existing))
     new = f"{Path(learner).name}-labelled" if learner else "labelled"
     if csv is not None:
         write_csv(csv, header, lines)
