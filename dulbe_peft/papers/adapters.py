@@ -68,7 +68,7 @@ def beside_mlps(
 
 
 def bottleneck(
-    x: Tensor, down: Tensor, up: Tensor, down_bias: Tensor, up_bias: Tensor, dropout: float = 0.0
+    x: Tensor, down: Tensor, up: Tensor, down_bias: Tensor, up_bias: Tensor, *, dropout: float = 0.0
 ) -> Tensor:
     """Return U relu(D x + b) + c for every token.
 

@@ -10,7 +10,8 @@
     loss = cross-entropy over the task's classes - key_weight mean over images of the sum of the chosen s_m
 
 Keys move by this term alone, and only if they are chosen, so the first task's prompts tend to be chosen ever after:
-this is a property of the method. Every image chooses on its own, in training and in prediction.
+this is a property of the method. Every image chooses on its own, in training and in prediction. The paper's penalty
+on prompts that were chosen often, which its public code does not have, is not here either.
 
 Reference: Wang et al., "Learning to Prompt for Continual Learning", arXiv 2112.08654: 10 prompts of length 5, 5 of
 them chosen, a rate of 0.03 batch / 256, gradients clipped to 1, 5 epochs, key_weight 1 in the authors' public code (a

@@ -47,7 +47,7 @@ def gates(scores: Tensor, top: int) -> Tensor:
 
 
 def mixture(
-    x: Tensor, share: Tensor, down: Tensor, up: Tensor, down_bias: Tensor, up_bias: Tensor, dropout: float = 0.0
+    x: Tensor, share: Tensor, down: Tensor, up: Tensor, down_bias: Tensor, up_bias: Tensor, *, dropout: float = 0.0
 ) -> Tensor:
     """Return sum_i g_i (U_i relu(D_i x + b_i) + c_i), (n, tokens, width).
 

@@ -13,17 +13,8 @@ import numpy as np
 
 from dulbe_peft.data.images import LabelledImages, labelled_images, named_images
 from dulbe_peft.data.names import check_class_names, normalized
+from dulbe_peft.streams.orders import ICARL_CIFAR100_ORDER, MAGMAX_CIFAR100_ORDER, NAMED_ORDERS
 from dulbe_peft.utils.settings import check_int
-
-# The class order that iCaRL drew for CIFAR-100 and that later papers use too.
-# fmt: off
-ICARL_CIFAR100_ORDER = (
-    87, 0, 52, 58, 44, 91, 68, 97, 51, 15, 94, 92, 10, 72, 49, 78, 61, 14, 8, 86, 84, 96, 18, 24, 32, 45, 88, 11,
-    4, 67, 69, 66, 77, 47, 79, 93, 29, 50, 57, 83, 17, 81, 41, 12, 37, 59, 25, 20, 80, 73, 1, 28, 6, 46, 62, 82,
-    53, 9, 31, 75, 38, 63, 33, 74, 27, 22, 36, 3, 16, 21, 60, 19, 70, 90, 89, 43, 5, 42, 65, 76, 40, 30, 23, 85, 2,
-    95, 56, 48, 71, 64, 98, 13, 99, 7, 34, 55, 54, 26, 35, 39,
-)
-# fmt: on
 
 
 def resolve_labels(names: Sequence[str], class_names: tuple[str, ...], setting: str) -> np.ndarray:
@@ -48,11 +39,7 @@ def resolve_order(
         seed = check_int("seed", seed, 0, 2**32 - 1)
         return np.random.RandomState(seed).permutation(num_classes).astype(np.int64)
     if isinstance(class_order, str):
-        if class_order != "icarl":
-            raise ValueError(f'class_order is {class_order!r}; the only order with a name is "icarl"')
-        if num_classes != len(ICARL_CIFAR100_ORDER):
-            raise ValueError(f'class_order "icarl" is for the 100 classes of CIFAR-100, got {num_classes} classes')
-        return np.array(ICARL_CIFAR100_ORDER, dtype=np.int64)
+        return _named_order(class_order, num_classes)
     if not isinstance(class_order, Iterable):
         raise TypeError(f"class_order must be a sequence of ints or class names, got {class_order!r}")
     given: Sequence[object] = list(class_order)
@@ -65,6 +52,19 @@ def resolve_order(
         detail = f"{absent[0]} is missing" if absent else f"it has {len(entries)} entries"
         raise ValueError(f"class_order must contain each of 0..{num_classes - 1} once, but {detail}")
     return np.array(entries, dtype=np.int64)
+
+
+def _named_order(name: str, num_classes: int) -> np.ndarray:
+    if name == "natural":
+        return resolve_order(None, None, ("",) * num_classes)
+    if name == "pilot":
+        return resolve_order(None, 1993, ("",) * num_classes)
+    if name not in NAMED_ORDERS:
+        raise ValueError(f"class_order is {name!r}; the orders with a name are {', '.join(NAMED_ORDERS)}")
+    order = ICARL_CIFAR100_ORDER if name == "icarl" else MAGMAX_CIFAR100_ORDER
+    if num_classes != len(order):
+        raise ValueError(f"class_order {name!r} is for the 100 classes of CIFAR-100, got {num_classes} classes")
+    return np.array(order, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ def class_incremental_tasks(
         class_names: Names of all classes; None takes the names in the data sets.
         increment: Number of classes of each task.
         initial_increment: Number of classes of the first task, such as 50 for "B50"; None takes `increment`.
-        class_order: All labels or all names in the order they arrive, or "icarl" for iCaRL's order of CIFAR-100.
+        class_order: All labels or all names in the order they arrive, or a name: "icarl" and "magmax" for the
+            orders of CIFAR-100 in the code of these papers, "pilot" for `seed=1993`, "natural" for that of the data.
         seed: Seed of a random order, `RandomState(seed).permutation(C)`, in place of `class_order`; published
             protocols use 1993.
         first_tasks: Class names of the first tasks, if an earlier run has finished them.

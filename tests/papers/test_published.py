@@ -158,6 +158,19 @@ def test_published_settings_of_classifiers_are_the_defaults(name):
     assert {key: value for key, value in recipe.settings.items() if value != defaults[key]} == by_stream
 
 
+# The order of classes in the authors' code or configurations, where it is not iCaRL's.
+ORDERS = {"dualprompt": "natural", "inflora": "natural", "lora_sub": "natural", "magmax": "magmax"}
+ORDERS |= dict.fromkeys(("aper", "bofa", "cl_lora", "clg_cbm", "engine", "proof", "sd_lora", "slca"), "pilot")
+ORDERS |= dict.fromkeys(("coda_prompt", "l2p"), 0)  # a random order for each seed
+
+
+def test_every_file_has_the_order_of_its_authors():
+    found = {path.stem: settings_of(path.stem) for path in FOLDER.glob("*.yaml")}
+    assert all(("order_seed" in settings) + ("class_order" in settings) == 1 for settings in found.values())
+    orders = {name: settings.get("class_order", settings.get("order_seed")) for name, settings in found.items()}
+    assert {name: order for name, order in orders.items() if order != "icarl"} == ORDERS
+
+
 def test_every_file_is_a_valid_run_and_names_its_paper():
     for path in FOLDER.glob("*.yaml"):
         stream, *_ = validated(settings_of(path.stem))

@@ -8,7 +8,8 @@ import torch
 
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names, format_prompts
-from dulbe_peft.streams.tasks import ICARL_CIFAR100_ORDER, class_incremental_tasks
+from dulbe_peft.streams.orders import ICARL_CIFAR100_ORDER, MAGMAX_CIFAR100_ORDER
+from dulbe_peft.streams.tasks import class_incremental_tasks
 
 
 def pairs(labels: list[Any]) -> list[tuple[str, Any]]:
@@ -86,6 +87,9 @@ def test_class_orders_by_seed_name_and_list():
     # the first ten of RandomState(1993).permutation(100), as the field's logs print them
     assert first(seed=1993) == [f"class_{label}" for label in (68, 56, 78, 8, 23, 84, 90, 65, 74, 76)]
     assert first(class_order="icarl") == [f"class_{label}" for label in (87, 0, 52, 58, 44, 91, 68, 97, 51, 15)]
+    assert first(class_order="natural") == first() and first(class_order="pilot") == first(seed=1993)
+    assert first(class_order="magmax") == [f"class_{label}" for label in (70, 89, 11, 13, 63, 53, 86, 57, 41, 43)]
+    assert sorted(MAGMAX_CIFAR100_ORDER) == list(range(100)) and MAGMAX_CIFAR100_ORDER[-3:] == (12, 85, 32)
     assert sorted(ICARL_CIFAR100_ORDER) == list(range(100)) and ICARL_CIFAR100_ORDER[-3:] == (26, 35, 39)
     names = [f"class_{label}" for label in range(99, -1, -1)]
     assert first(class_order=names) == names[:10]
@@ -100,9 +104,14 @@ def test_class_orders_by_seed_name_and_list():
         ({"increment": 1, "class_order": 5}, TypeError, "class_order must be a sequence of ints or class names"),
         ({"increment": 1, "class_order": [0, 1]}, ValueError, "2 is missing"),
         ({"increment": 1, "class_order": [0, True, 2]}, TypeError, r"class_order\[1\] must be a valid integer"),
-        ({"increment": 1, "class_order": "imagenet"}, ValueError, "'imagenet'"),
+        (
+            {"increment": 1, "class_order": "imagenet"},
+            ValueError,
+            "'imagenet'; the orders with a name are icarl",
+        ),
         ({"increment": 1, "class_order": ["a", "b", "x"]}, ValueError, "names 'x'"),
         ({"increment": 1, "class_order": "icarl"}, ValueError, "100 classes of CIFAR-100, got 3"),
+        ({"increment": 1, "class_order": "magmax"}, ValueError, "'magmax' is for the 100 classes of CIFAR-100, got 3"),
         ({"increment": 1, "class_names": letters(2)}, ValueError, r"label of train sample 2 is 2; .* 0\.\.1"),
         ({"increment": 1, "class_names": letters(4)}, ValueError, r"class 3 \('d'\) has no training image"),
         ({"increment": 1, "test": Labelled([0, 1, 2], ["a", "b", "x"])}, ValueError, "disagree .* 'c' is in only one"),

@@ -19,6 +19,7 @@ from dulbe_peft.photos.commands.options import LABELS, OVERWRITE, File, command,
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim, print_next_command
 from dulbe_peft.photos.runs.run_settings import GROUPS, given_settings, pick
 from dulbe_peft.photos.runs.setup import data_or_labels
+from dulbe_peft.streams.orders import NAMED_ORDERS
 from dulbe_peft.utils.settings import field_types, setting
 from dulbe_peft.utils.terminal import announce, counted, printable
 
@@ -53,7 +54,7 @@ def run(
     for name in ("model",) if settings.get("dry_run") else ("model", "data", "output"):
         if not settings.get(name):
             raise ValueError(f"--{name} is required")
-    order = None if stream.class_order == "icarl" else stream.class_order
+    order = None if stream.class_order in NAMED_ORDERS else stream.class_order
     files = {"class_names": stream.class_names, "class_texts": stream.class_texts, "class_order": order}
     check_given(None, None if stream.revision else stream.model, **files)
     output, reads = ("--output", stream.output, FOLDER), [stream.model, config]

@@ -40,7 +40,9 @@ class StreamArguments(DataSource):
     class_texts: str | None = setting(
         None, "YAML file with texts that describe a class, which are averaged: 'owl: [an owl, a night bird]'."
     )
-    class_order: str | None = setting(None, "icarl, or a text file with the name or number of a class per line.")
+    class_order: str | None = setting(
+        None, "icarl, pilot, natural, magmax, or a text file with the name or number of a class per line."
+    )
     order_seed: int | None = setting(
         None, "Seed of a random class order (1993 in the paper). By default, the order is that of the data."
     )

@@ -261,15 +261,16 @@ def set_up(stream: StreamArguments, adapter: AdapterSettings, args: LearnerArgum
 def stream_tasks(stream: StreamArguments, notes: list[str] | None = None, look: Look | None = None) -> list[Task]:
     """Return the tasks of the stream that the settings describe; `notes` and `look` are those of `open_source`."""
     from dulbe_peft.data.known import KnownImages
+    from dulbe_peft.streams.orders import NAMED_ORDERS
     from dulbe_peft.streams.tasks import class_incremental_tasks
     from dulbe_peft.utils.files import read_lines
 
     train, test = open_source(stream.source, look, notes)
     train, names = new_images(train, KnownImages()), train.class_names
     order: Any = stream.class_order
-    if order is not None and order != "icarl":
+    if order is not None and order not in NAMED_ORDERS:
         if not Path(order).is_file():
-            raise FileNotFoundError(f"class order {order!r} is neither 'icarl' nor a file")
+            raise FileNotFoundError(f"class order {order!r} is neither one of {', '.join(NAMED_ORDERS)} nor a file")
         order = [line.strip() for line in read_lines(order)]
         if not set(order) <= set(names) and all(line.isdecimal() for line in order):
             order = [int(line) for line in order]
