@@ -12,6 +12,7 @@ from contextlib import nullcontext, suppress
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import IO, Any
 
 import numpy as np
@@ -194,6 +195,7 @@ def open_image(source: Source) -> Image.Image:
 
     Of a TIFF's pages, it is the first that is no reduced copy of another one.
     """
+    _check_regular(source)
     image: Any = Image.open(source, formats=image_formats())
     if image.format == "TIFF" and _is_reduced(image):
         for page in range(image.n_frames):
@@ -212,12 +214,19 @@ def _is_reduced(image: Any) -> bool:
 def stored_bytes(source: Source) -> bytes:
     """Return all bytes of a path or binary file."""
     try:
+        _check_regular(source)
         if isinstance(source, (str, os.PathLike)):
             return Path(source).read_bytes()
         source.seek(0)
         return source.read()
     except OSError as error:
         raise UnreadableImageError(_reason(error, source)) from error
+
+
+def _check_regular(source: Source) -> None:
+    """Raise an error for the path of a pipe, a device or a socket, which would be read for ever."""
+    if isinstance(source, (str, os.PathLike)) and not S_ISREG(mode := os.stat(source).st_mode) and not S_ISDIR(mode):
+        raise UnreadableImageError("it is a pipe, a device or a socket, expected a file")
 
 
 def decode_image(source: Source) -> Image.Image:

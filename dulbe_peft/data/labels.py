@@ -32,10 +32,11 @@ def label_splits(
     path_column: str | None = None,
     label_column: str = LABEL,
     one_label: bool = False,
+    machine_labels: bool = False,
 ) -> Splits:
     """Return the images of a table by split, as `load_data` does. Rows without a label or keyword are left out."""
     if is_camtrap(path):
-        return _camtrap_splits(path.parent, path_column, label_column, vocabulary)
+        return _camtrap_splits(path.parent, path_column, label_column, vocabulary, machine_labels)
     table = open_table(path, path_column, label_column, one_label)
     if table.keywords:
         return {None: _by_keyword(table, vocabulary)}
@@ -44,7 +45,9 @@ def label_splits(
     return _splits_of(table, path.parent)
 
 
-def metadata_splits(folder: Path, label_column: str = LABEL, one_label: bool = False) -> Splits:
+def metadata_splits(
+    folder: Path, label_column: str = LABEL, one_label: bool = False, machine_labels: bool = False
+) -> Splits:
     """Return the splits of a Camtrap DP package or of a Hugging Face image folder; {} for another folder.
 
     An image folder has a metadata file at its top or one in each split.
@@ -55,7 +58,7 @@ def metadata_splits(folder: Path, label_column: str = LABEL, one_label: bool = F
         return next((open_table(file, None, label_column, one_label) for file in files), None)
 
     if is_camtrap(folder / OBSERVATIONS):
-        return _camtrap_splits(folder, None, label_column)
+        return _camtrap_splits(folder, None, label_column, None, machine_labels)
     if (table := open_metadata(folder)) is not None:
         return _splits_of(table, folder, by_folder=True)
     splits: Splits = {}
@@ -65,12 +68,14 @@ def metadata_splits(folder: Path, label_column: str = LABEL, one_label: bool = F
     return splits
 
 
-def _camtrap_splits(folder: Path, path_column: str | None, label_column: str, vocabulary: str | None = None) -> Splits:
+def _camtrap_splits(
+    folder: Path, path_column: str | None, label_column: str, vocabulary: str | None, machine_labels: bool
+) -> Splits:
     given = {"path column": path_column, "vocabulary": vocabulary}
     given["label column"] = None if label_column == LABEL else label_column
     if wrong := [f"{what} {value!r}" for what, value in given.items() if value is not None]:
         raise ValueError(f"{folder} is a Camtrap DP package, whose columns are fixed: leave out the {wrong[0]}")
-    return _splits_of(open_camtrap(folder), folder)
+    return _splits_of(open_camtrap(folder, machine_labels), folder)
 
 
 def _splits_of(table: Table, root: Path, split: str | None = None, by_folder: bool = False) -> Splits:

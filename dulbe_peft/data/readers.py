@@ -28,6 +28,7 @@ def load_data(
     path_column: str | None = None,
     leave_out: Sequence[str] | None = None,
     one_label: bool = False,
+    machine_labels: bool = False,
 ) -> LabelledImages:
     """Open a data set, whose kind is recognised from its path.
 
@@ -51,6 +52,7 @@ def load_data(
         one_label: Whether each cell of a table of labels is one class as it is written, such as "Smith, Anna" or
             "none". Otherwise words such as none, n/a or unlabelled mean that there is no label, and cells that look
             like several labels are refused.
+        machine_labels: Whether files of a Camtrap DP package that nobody identified get the label of a machine.
 
     Returns:
         A data set with `len`, items {"image": upright PIL image in RGB, "label": int}, `labels` and `class_names`.
@@ -64,7 +66,8 @@ def load_data(
     if text.startswith(HUB_PREFIX) and split is not None:  # without asking the Hub for the splits
         data = import_datasets(text).load_dataset(text.removeprefix(HUB_PREFIX), split=split)
         return hub_images(data, text, *columns)
-    return split_of(splits(text, *columns, vocabulary, path_column, leave_out, one_label), text, split)
+    available = splits(text, *columns, vocabulary, path_column, leave_out, one_label, machine_labels)
+    return split_of(available, text, split)
 
 
 def split_of(available: Splits, text: str, split: str | None) -> LabelledImages:
@@ -86,6 +89,7 @@ def splits(
     path_column: str | None = None,
     leave_out: Sequence[str] | None = None,
     one_label: bool = False,
+    machine_labels: bool = False,
 ) -> Splits:
     """Return a function that opens each split of a data set, keyed by the split. Arguments are as in `load_data`."""
     path = Path(text)
@@ -93,10 +97,10 @@ def splits(
     if available := feature_splits(path) or hub_splits(text, image_column, label_column):
         return available
     if path.suffix.lower() in TABLES and path.is_file():
-        return label_splits(path, vocabulary, path_column, label_column, one_label)
+        return label_splits(path, vocabulary, path_column, label_column, one_label, machine_labels)
     if path.is_dir():
         folders: Splits = {name: FolderSplit(path, name, leave_out or ()) for name in (*subfolders(path), None)}
-        return metadata_splits(path, label_column, one_label) or folders
+        return metadata_splits(path, label_column, one_label, machine_labels) or folders
     if text == DEMO_DIGITS:
         return {name: partial(load_digit_images, name) for name in ("train", "test")}
     suffix, expected = path.suffix.lower(), "expected a folder of images or of parquet files, or a .csv of labels"

@@ -490,3 +490,69 @@ def test_file_whose_name_is_not_utf8_is_learned_from_a_table(heap, tmp_path, cap
     model = ["--model", demo_model_folder(), "--classifiers", "lda"]
     assert run("run", "--labels", tmp_path / "labels.csv", *model, "--output", tmp_path / "out") == 0
     assert main(["report", str(tmp_path / "out")]) == 0, capsys.readouterr().err
+
+
+SEEN = ["mediaID", "observationType", "scientificName", "classificationMethod"]
+
+
+def package(folder, media, *seen):
+    """Write a Camtrap DP package whose files are media/0.png and so on, and return its folder."""
+    names = [f"media/{number}.png" for number in range(4)]
+    pictures(folder, *names)
+    table(folder / "media.csv", ["mediaID", "filePath"], *(media or ([f"m{n}", name] for n, name in enumerate(names))))
+    table(folder / "observations.csv", SEEN, *seen)
+    return folder
+
+
+def test_labels_of_people_come_before_those_of_a_machine(tmp_path):
+    people = [["m0", "animal", "Vulpes vulpes", "human"], ["m1", "BLANK", "", "human"]]
+    machine = [[f"m{n}", "animal", "Mustela putorius", "machine"] for n in range(4)]
+    folder = package(tmp_path, None, *people, *machine)
+    assert labels_of(folder) == {"0.png": "Vulpes vulpes", "1.png": "blank"}
+    note = "the labels of 2 files are only a machine's, and "
+    assert note + "not used: --machine-labels uses them" in load_data(folder, None).notes
+    expected = {"0.png": "Vulpes vulpes", "1.png": "blank", "2.png": "Mustela putorius", "3.png": "Mustela putorius"}
+    assert labels_of(folder, machine_labels=True) == expected
+    assert note + "used" in load_data(folder, None, machine_labels=True).notes
+    package(tmp_path, None, *machine)
+    with pytest.raises(ValueError, match=r"has only labels of a machine: --machine-labels uses them"):
+        load_data(folder, None)
+
+
+@pytest.mark.parametrize(
+    "media, words",
+    [
+        ([["m0", "media/0.png"], ["m0", "media/1.png"]], "the mediaID 'm0' for 'media/0.png' and 'media/1.png'"),
+        ("mediaID,filePath,filePath\nm0,media/0.png,media/1.png\n", "has the column 'filePath' twice"),
+    ],
+)
+def test_camtrap_package_that_contradicts_itself_is_refused(tmp_path, media, words):
+    folder = package(tmp_path, media if isinstance(media, list) else None, ["m0", "animal", "x", "human"])
+    if isinstance(media, str):
+        (folder / "media.csv").write_text(media)
+    with pytest.raises(ValueError, match=words):
+        load_data(folder, None)
+
+
+@pytest.mark.parametrize("file", ["labels.csv", "labels.jsonl", "metadata.csv", "metadata.jsonl", "exif.csv"])
+def test_row_that_names_a_pipe_or_a_device_is_left_out_and_named(tmp_path, file):
+    """Reading a pipe would wait for ever, and reading /dev/zero would fill the memory."""
+    pictures(tmp_path, "a.png", "b.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "zero.png").symlink_to("/dev/zero")
+    names = ["a.png", "b.png", "pipe.png", "zero.png", "/dev/zero"]
+    path = tmp_path / file
+    key = "SourceFile" if file == "exif.csv" else "file_name"
+    if path.suffix == ".csv":
+        table(path, [key, "Subject" if file == "exif.csv" else "label"], *([name, "cat"] for name in names))
+    else:
+        path.write_text("".join(f'{{"file_name": "{name}", "label": "cat"}}\n' for name in names))
+    (tmp_path / "words.txt").write_text("cat\n")
+    given = {"vocabulary": str(tmp_path / "words.txt")} if file == "exif.csv" else {}
+    data = tmp_path if path.stem == "metadata" else path
+    train, _, inventory = DataSource(str(data), **given).open()
+    assert len(train) == 2
+    assert {name: why for (*_, name, _), why in inventory.unreadable} == dict.fromkeys(
+        [str(tmp_path / name) for name in names[2:4]] + ["/dev/zero"],
+        "it is a pipe, a device or a socket, expected a file",
+    )

@@ -52,7 +52,7 @@ def prune(ctx: click.Context, _: click.Parameter, days: int | None) -> None:
 
 PRUNE = Option(
     ["--prune"],
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, 1_000_000),
     metavar="DAYS",
     is_eager=True,
     expose_value=False,

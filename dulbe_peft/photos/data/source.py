@@ -39,6 +39,7 @@ _READING = (
     "path_column",
     "leave_out",
     "one_label",
+    "machine_labels",
 )  # arguments of `load_data`
 
 
@@ -93,6 +94,7 @@ class DataSource:
     path_column: str | None = setting(None, "Column of paths in the table of --labels.")
     leave_out: list[str] | None = setting(None, "Classes, or folders such as cat/old, to skip.")
     one_label: bool = setting(False, "Cells are classes as written, as 'Smith, Anna'.")
+    machine_labels: bool = setting(False, "Learn a machine's labels in Camtrap DP, too.")
     validation_fraction: Part | None = setting(
         None, "Test on this share of the training images, which is held out, in order to choose settings."
     )
