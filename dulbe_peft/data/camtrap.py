@@ -29,9 +29,9 @@ def is_camtrap(path: Path) -> bool:
 def open_camtrap(folder: Path, machine_labels: bool = False) -> Table:
     """Return a row for each file of a package, with the columns of media.csv and a label.
 
-    The label is the scientific name, or the type of the observation if there is none, such as blank. It is what people
-    observed; only with `machine_labels`, a file that nobody identified gets the label of a machine's observation. Files
-    with several labels, or only with observations of a whole event, have no label.
+    The label is the scientific name, or the type of the observation if there is none, such as blank. It is what
+    people observed; only with `machine_labels`, a file that nobody identified gets the label of a machine. Files with
+    several labels, or only with observations of a whole event, have no label.
     """
     media = _rows(folder, MEDIA)
     _check_media(folder, media)
