@@ -243,6 +243,8 @@ def check_template(name: str, template: str) -> None:
     """Raise a `ValueError` unless a prompt template has one place, `{}`, for the name of a class."""
     if not isinstance(template, str) or template.count("{}") != 1:
         raise ValueError(f"{name} must be a text with exactly one {{}}, got {template!r:.200}")
+    if re.fullmatch(r"""\s*[fr]?(["']).*\1\s*,?\s*""", template):
+        raise ValueError(f"{name} has the quotation marks of a program around it: leave them out of {template!r:.200}")
     if len(template) > 1000:  # far more than a text tower reads; a tokenizer would take seconds
         raise ValueError(f"{name} has {len(template)} characters, at most 1000 are allowed: {template!r:.60}...")
 

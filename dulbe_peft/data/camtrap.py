@@ -8,7 +8,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from dulbe_peft.data.columns import Table, csv_lines
+from dulbe_peft.data.columns import Table
+from dulbe_peft.data.tables import csv_lines
 from dulbe_peft.utils.terminal import counted
 
 MEDIA, OBSERVATIONS = "media.csv", "observations.csv"

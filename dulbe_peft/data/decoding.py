@@ -47,7 +47,9 @@ _INSTEAD = {  # advice for files that contain pictures in formats that are not r
         ".m4v",
         ".3gp",
     ),
-    "a table is not an image: pass it as --labels FILE if it contains labels": (".csv", ".tsv", ".jsonl"),
+    "a table is not an image: pass it as --labels FILE if it contains labels": (
+        *(".csv", ".tsv", ".jsonl", ".json", ".xlsx", ".xlsm", ".xls", ".ods"),
+    ),
     "drawings and documents are not read: export PNG files": (".svg", ".psd", ".xcf", ".pdf"),
 }
 _LFS = b"version https://git-lfs"

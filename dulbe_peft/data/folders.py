@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,9 @@ import numpy as np
 
 from dulbe_peft.data.decoding import image_suffixes, why_not_read
 from dulbe_peft.data.images import LabelledImages
-from dulbe_peft.data.names import check_class_names
+from dulbe_peft.data.names import UNLABELLED, check_class_names, class_key
+from dulbe_peft.data.tables import is_table
+from dulbe_peft.utils.terminal import counted
 
 # Common names of the splits of a data set, in lower case.
 SPLIT_NAMES = ("train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation")
@@ -22,8 +25,8 @@ _HOLDERS |= {"examples", "samples", "files", "jpegimages", "raw"}
 # Folders in which operating systems keep thumbnails and deleted files beside photographs, in lower case.
 _SYSTEM = {"@eadir", "@__thumb", "#recycle", "#snapshot", "$recycle.bin", "recycler", "system volume information"}
 _SYSTEM |= {"__macosx", "lost+found", "thumbnails.noindex"}
+NO_CLASS_YET = "no class by its name (rename the folder if it is one)"
 OF_A_SYSTEM = "a folder of the operating system, not a class"
-TABLES = (".csv", ".tsv", ".jsonl")
 
 
 def system_folders(path: Path) -> list[str]:
@@ -171,13 +174,16 @@ class ImageFolder(FileImages):
         skipped = tuple(f"{name.strip('/')}/" for name in leave_out)
         left_out += [(str(folder / name), "left out on request") for name in skipped if (folder / name).is_dir()]
         paths = [image for image in paths if not image.startswith(skipped)]
+        if waiting := _unlabelled(paths):
+            left_out += [(str(folder / name), f"{NO_CLASS_YET}, {counted(n, 'image')}") for name, n in waiting.items()]
+            paths = [image for image in paths if image.partition("/")[0] not in waiting]
         left_out += [(str(folder / image), "not in a class folder") for image in paths if "/" not in image]
         paths = sorted((image for image in paths if "/" in image), key=lambda image: image.partition("/"))
         files = [image for image in paths if image.encode("utf-8", "ignore").decode() == image]
         # Other names cannot be written into the tables of a run.
         left_out += [(str(folder / image), "the name is not UTF-8") for image in sorted(set(paths) - set(files))]
         images = [(image, image.partition("/")[0]) for image in files]
-        for name in sorted(set(subfolders(folder)) - {name for _, name in images} - {*leave_out}):
+        for name in sorted(set(subfolders(folder)) - {name for _, name in images} - {*leave_out, *waiting}):
             inside = os.path.join(folder, name, "")
             why = next((why for path, why in left_out if path.startswith(inside) and why != "hidden"), "")
             if why:
@@ -185,6 +191,13 @@ class ImageFolder(FileImages):
         if not files:
             raise ValueError(f"no class folder in {folder} contains an image; its folders are {subfolders(folder)}")
         super().__init__(folder, split, images, left_out)
+
+
+def _unlabelled(paths: Sequence[str]) -> dict[str, int]:
+    """Return the folders of images that wait for a label, with their numbers of images; none if all are such."""
+    numbers = Counter(path.partition("/")[0] for path in paths if "/" in path)
+    waiting = {name: number for name, number in numbers.items() if class_key(name) in UNLABELLED}
+    return waiting if len(waiting) < len(numbers) else {}
 
 
 @dataclass(frozen=True)
@@ -261,5 +274,5 @@ def _or_table(*folders: Path) -> str:
             '. Convert a webdataset with `datasets.load_dataset("webdataset", data_files="FOLDER/*.tar")'
             ".save_to_disk(NEW)` and pass NEW with --image-column and --label-column; unpack other archives"
         )
-    tables = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix.lower() in TABLES]
+    tables = [path for folder in folders for path in sorted(folder.iterdir()) if is_table(path)]
     return f". To read labels from {tables[0]}, pass --labels {tables[0]}" if tables else ""

@@ -10,6 +10,7 @@ from typing import Any
 
 from dulbe_peft.data.folders import SPLIT_NAMES
 from dulbe_peft.data.images import LabelledImages, Splits, UnlabelledError, labelled_images
+from dulbe_peft.data.names import UNLABELLED, class_key
 from dulbe_peft.utils.extras import installed
 
 HUB_PREFIX = "hf:"
@@ -33,6 +34,8 @@ def hub_images(dataset: Any, name: str, image_column: str = "image", label_colum
         rows = _with_class_label(rows, f"column {label_column!r} of {name}")
     images = labelled_images(rows)
     images.name = name
+    waiting = [each for each in images.class_names if class_key(each) in UNLABELLED]
+    images.notes = [f"{name}: {each!r} is read as a class; --leave-out {each!r} leaves it out" for each in waiting]
     further = dataset.with_format(None)
     images.columns = {
         column: partial(_column, further, column) for column in further.column_names if column != image_column

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from urllib.parse import unquote
 
 from dulbe_peft.data.camtrap import OBSERVATIONS, is_camtrap, open_camtrap
 from dulbe_peft.data.columns import FILE, LABEL, Table, open_table
 from dulbe_peft.data.decoding import image_suffixes
 from dulbe_peft.data.folders import SPLIT_NAMES, FileImages, folder_content, like_splits, subfolders
 from dulbe_peft.data.images import Splits
-from dulbe_peft.data.names import normalized
+from dulbe_peft.data.names import check_class_names, class_key, normalized
 from dulbe_peft.utils.files import read_lines
 from dulbe_peft.utils.terminal import counted
 
@@ -21,7 +22,8 @@ ROOT = "dulbe"  # the parent of keywords that are predictions, which distinguish
 BETWEEN = ", "  # exiftool's separator of keywords
 _BETWEEN = re.compile(r"\s*(?:,|;|##)\s*")  # exiftool's option -sep sets other separators
 NO_CLASS, NO_LABEL, TWICE = "no keyword is a class", "no label in the table", "the row repeats an earlier one"
-METADATA = ("metadata.csv", "metadata.jsonl")  # the label files of Hugging Face's image folders
+SEVERAL = "a box of another class in the image"
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # the label files of Hugging Face's image folders
 Rows = list[tuple[str, str, dict[str, str]]]  # the path and the label of each image, and its row in the table
 SHOWN = 5  # how many conflicts a message lists
 
@@ -88,34 +90,85 @@ def _splits_of(table: Table, root: Path, split: str | None = None, by_folder: bo
     left_out: list[tuple[str, str]] = []
     seen, conflicts = dict[str, tuple[str, str | None, int]](), list[str]()
     paths = _paths(table)
-    for number, row in enumerate(table.rows, start=2):
-        image, label = paths[number - 2], normalized(table.label_of(row, number))
-        row_split = split or table.split_of(row)
+    labels = [normalized(table.label_of(index)) for index in range(len(paths))]
+    boxes = _other_boxes(table, paths, labels)
+    for index, (image, label) in enumerate(zip(paths, labels, strict=True)):
+        row_split = split or table.split_of(index)
         if by_folder and row_split is None and image.split("/")[0].lower() in SPLIT_NAMES:
             row_split = image.split("/")[0]
-        why = "" if label else NO_LABEL
-        if row_split == "":
-            raise ValueError(f"line {number} of {table.path} has no {table.split}")
-        current = (label, row_split, number)
+        why = boxes.get(index, "") if label else NO_LABEL
+        current = (label, row_split, index)
         first = current if why else seen.setdefault(_absolute(table.path, image), current)
-        if why or (first[:2] == current[:2] and first[2] != number):
+        if why or (first[:2] == current[:2] and first[2] != index):
             left_out.append((str(root / image), why or TWICE))
-        elif first[2] == number:
-            by_split.setdefault(row_split, []).append((image, label, row))
+        elif first[2] == index:
+            by_split.setdefault(row_split, []).append((image, label, table.rows[index]))
         else:
             differing = 0 if first[0] != label else 1  # the labels differ, or else the splits
-            values = (f"{row[differing]!r} in line {row[2]}" for row in (first, current))
+            values = (f"{row[differing]!r} in {table.at(row[2])}" for row in (first, current))
             conflicts.append(f"{image!r} is {' and '.join(values)}")
     if conflicts:
         more = [f"and {len(conflicts) - SHOWN} more"] * (len(conflicts) > SHOWN)
         raise ValueError(f"{table.path} lists images twice: {'; '.join([*conflicts[:SHOWN], *more])}")
-    labels = {label for rows in by_split.values() for _, label, _ in rows}
+    _check_spelling(table, labels)
+    learned = [label for rows in by_split.values() for _, label, _ in rows]
     if not table.one_label:
-        _check_single(table, labels)
-    _check_repeated(table, [label for rows in by_split.values() for _, label, _ in rows])
+        _check_single(table, {*learned})
+    _check_repeated(table, learned)
     if not by_split:
         raise ValueError(f"{table.path} has no row with a label in {table.label!r}")
     return {name: _images(table, root, name, rows, left_out) for name, rows in by_split.items()}
+
+
+def _check_spelling(table: Table, labels: Sequence[str]) -> None:
+    """Raise a ValueError if a label cannot name a class, or has two spellings."""
+    first: dict[str, int] = {}
+    for index, label in enumerate(labels):
+        before = first.setdefault(class_key(label), index) if label else index
+        if labels[before] != label:
+            both = f"{labels[before]!r} in {table.at(before)} and {label!r} in {table.at(index)}"
+            raise ValueError(f"{table.path} has {both}, two spellings of one name: use one of them")
+    for index in first.values():
+        try:
+            check_class_names([labels[index]])
+        except ValueError as error:
+            raise ValueError(f"{table.at(index)} of {table.path}: {str(error).partition(' ')[2]}") from error
+
+
+def _other_boxes(table: Table, paths: Sequence[str], labels: Sequence[str]) -> dict[int, str]:
+    """Return the rows of boxes that do not give their image its label, each with the reason.
+
+    The label of an image is that of the box of which a program was most sure, or else that of most boxes.
+    """
+    boxes: dict[str, list[int]] = {}
+    for index, (path, label) in enumerate(zip(paths, labels, strict=True)):
+        if label:
+            boxes.setdefault(_absolute(table.path, path), []).append(index)
+    boxes = {path: rows for path, rows in boxes.items() if len({labels[index] for index in rows}) > 1}
+    if not boxes or not (table.boxes or table.confidence):
+        return {}
+    others, undecided = dict[int, str](), 0
+    for rows in boxes.values():
+        weights = dict.fromkeys((labels[index] for index in rows), 0.0)
+        for index in rows:
+            sure = _number(table.rows[index][table.confidence]) if table.confidence else weights[labels[index]] + 1
+            weights[labels[index]] = max(weights[labels[index]], sure)
+        most = [label for label, weight in weights.items() if weight == max(weights.values())]
+        undecided += len(most) > 1
+        others |= {index: SEVERAL for index in rows if len(most) > 1 or labels[index] != most[0]}
+    how = f"the highest {table.confidence!r}" if table.confidence else "most boxes"
+    table.notes.append(
+        f"{table.path}: {counted(len(boxes), 'image')} with boxes of several classes; each has the class with {how}"
+        + (f", but {undecided}, of which two are equal, are left out" if undecided else "")
+    )
+    return others
+
+
+def _number(cell: str) -> float:
+    try:
+        return float(cell.replace(",", "."))
+    except ValueError:
+        return 0.0
 
 
 def _images(
@@ -135,7 +188,7 @@ def _check_single(table: Table, labels: set[str]) -> None:
     way_out = (
         "an image must have one class; if these are names of classes, give --one-label (one_label=True in Python)"
     )
-    for separator in (r"[|;,]", r"\s+"):
+    for separator in (r"[|;,]|##", r"\s+"):
         parts_of = {label: {part.strip() for part in re.split(separator, label)} for label in labels}
         occurrences = Counter(part for parts in parts_of.values() for part in parts)
         several = [
@@ -147,7 +200,7 @@ def _check_single(table: Table, labels: set[str]) -> None:
             nested = any(parts_of[a] < parts_of[b] for a in labels for b in several)
             if not nested or len(occurrences) >= len(labels) or len(several) < len(labels) / 2:
                 several = []
-        several += [label for label in labels if re.fullmatch(r"\[.*\]|\{.*\}", label)]
+        several += [label for label in labels if re.fullmatch(r"\[.*\]|\{.*\}|.*##.*", label)]
         if several:
             raise ValueError(f"{table.path} has the labels {several[0]!r} in one cell: {way_out}")
     with_comma = sorted(label for label in labels if re.search(r"[|;,]", label))
@@ -169,14 +222,15 @@ def _check_repeated(table: Table, labels: list[str]) -> None:
 
 def _paths(table: Table) -> list[str]:
     """Return the table's paths with slashes, and for a missing file the path of the only file that it can mean."""
-    paths = [row[table.paths] for row in table.rows]
-    for number, path in enumerate(paths, start=2):
-        if not path:
-            raise ValueError(f"line {number} of {table.path} has no {table.paths}")
+    root, written = table.path.parent, [table.path_of(index) for index in range(len(table.rows))]
+    paths = [_as_path(root, path) for path in written]
+    for index, path in enumerate(paths):
         if "://" in path:
-            raise ValueError(f"line {number} of {table.path} has a URL, {path:.100}: download the images first")
-    root = table.path.parent
-    paths = [path if "\\" not in path or os.path.lexists(root / path) else path.replace("\\", "/") for path in paths]
+            raise ValueError(f"{table.at(index)} of {table.path} has a URL, {path:.100}: download the images first")
+    decoded = [(a, b) for a, b in zip(written, paths, strict=True) if a.replace("\\", "/") != b]
+    if decoded:
+        example = "{:.100} as {}".format(*decoded[0])
+        table.notes.append(f"{table.path}: {counted(len(decoded), 'path')} decoded, such as {example}")
     missing = list(dict.fromkeys(path for path in paths if not os.path.lexists(root / path)))
     if not missing:
         return paths
@@ -188,6 +242,18 @@ def _paths(table: Table) -> list[str]:
             f"{table.path}: {counted(len(pairs), 'path')} matched to files {how}, such as {path} to {file}"
         )
     return [resolved[path][0] if path in resolved else path for path in paths]
+
+
+def _as_path(root: Path, written: str) -> str:
+    """Return the path of a file, which programs may write as a URL, with %20 for a blank, or as Label Studio does.
+
+    The path as it is written comes first. If there is no file for any way of decoding it, the last way is returned.
+    """
+    slashes = written.replace("\\", "/")
+    local = re.sub(r"^file:/+(?=[A-Za-z]:/)|^file:/*(?=/)", "", slashes, flags=re.IGNORECASE)
+    local = re.sub(r"^.*/local-files/\?d=|^.*/data/upload/\d+/(?:[0-9a-f]{8}-)?", "", local)
+    ways = [written, slashes, unquote(slashes), local, unquote(local)]
+    return next((path for path in ways if os.path.lexists(root / path)), local if local == slashes else unquote(local))
 
 
 def _files_meant(missing: list[str], files: Sequence[str], most: bool) -> dict[str, tuple[str, str]]:

@@ -1,11 +1,14 @@
 """Class names, and the prompts made from them."""
 
+import ast
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
 NONE = "none of these"  # the prediction for images that belong to no class
+# How people and programs write that an image has no class yet, as `class_key` returns it.
+UNLABELLED = {"no label", "unlabeled", "unlabelled", "undefined", "not labeled", "not labelled", "unlabeled images"}
 _QUOTES = " '\"`\u00ab\u00bb\u2018\u2019\u201a\u201c\u201d\u201e\u2039\u203a"
 _LONGEST = 1000  # characters; text towers read fewer, and a tokenizer would need seconds for a million
 
@@ -148,23 +151,62 @@ def check_class_texts(texts: Mapping[str, Sequence[str]], class_names: Collectio
 def names_from_file(old: Sequence[str], path: str | Path) -> tuple[str, ...]:
     """Return the new names of classes, as a text file gives them.
 
-    Each line has the old name, a tab and the new name; or the lines have only the new names, in the order of the
-    classes. Classes whose names are all whole numbers, such as 0, 1, 2 and 10, are sorted as numbers.
+    Each line has the old name, a tab, blanks or a colon, and the new name; or the lines have only the new names, in
+    the order of the classes. Classes whose names are all whole numbers, such as 0, 1, 2 and 10, are sorted as numbers.
+    Lines may be numbered from 0 or 1 on, as in `0 cat`, and may be a list or dict of Python or JSON.
     """
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"the file of class names, {str(path)!r}, does not exist")
+    names = _names_in(file, old)
+    if isinstance(names, dict):
+        absent = [name for name in old if name not in names]
+        if absent:
+            raise ValueError(f"{file} has no line for the class {absent[0]!r} ({len(absent)} such classes)")
+        return check_class_names(names[name] for name in old)
+    if len(names) != len(old):
+        raise ValueError(f"{file} has {len(names)} names, but the data has {len(old)} classes")
+    numbers = all(name.isdecimal() for name in old)
+    order = sorted(range(len(old)), key=lambda place: int(old[place])) if numbers else range(len(old))
+    return check_class_names(name for _, name in sorted(zip(order, names, strict=True)))
+
+
+def _names_in(file: Path, old: Sequence[str]) -> dict[str, str] | list[str]:
+    """Return old name -> new name, or the new names in their order."""
     from dulbe_peft.utils.files import read_lines  # here, because most users of this module read no files
 
     lines = read_lines(file)
+    if any(re.match(r"\s*(\w+\s*=\s*)?[\[({]|\s*[rb]?(['\"]).*\2\s*,\s*$", line) for line in lines):
+        return _from_python(file, "\n".join(lines))
     if any("\t" in line for line in lines):
-        pairs = {normalized(name.strip()): new.strip() for name, _, new in (line.partition("\t") for line in lines)}
-        absent = [name for name in old if name not in pairs]
-        if absent:
-            raise ValueError(f"{file} has no line for the class {absent[0]!r} ({len(absent)} such classes)")
-        return check_class_names(pairs[name] for name in old)
-    if len(lines) != len(old):
-        raise ValueError(f"{file} has {len(lines)} names, but the data has {len(old)} classes")
-    numbers = all(name.isdecimal() for name in old)
-    order = sorted(range(len(old)), key=lambda place: int(old[place])) if numbers else range(len(old))
-    return check_class_names(name for _, name in sorted(zip(order, lines, strict=True)))
+        split = [(name.strip(), new.strip()) for name, _, new in (line.partition("\t") for line in lines)]
+    else:
+        split = [(name.rstrip(":.,)"), new) for name, _, new in (line.strip().partition(" ") for line in lines)]
+    pairs = {normalized(name): new.strip() for name, new in split}
+    if pairs.keys() >= {*old} or (any("\t" in line for line in lines) and not _numbered(split)):
+        return pairs
+    if _numbered(split):
+        return [new.strip() for _, new in split]
+    if all(re.fullmatch(r"n\d{8}", name) for name, _ in split):
+        raise ValueError(f"{file} names classes such as {split[0][0]!r}, which the data does not have")
+    commas = len(lines) > 1 and all(line.endswith(",") for line in lines[:-1])
+    return [line.rstrip(",") if commas else line for line in lines]
+
+
+def _numbered(split: Sequence[tuple[str, str]]) -> bool:
+    """Return whether the lines are numbered without a gap from 0 or 1 on."""
+    numbers = [int(number) if number.isdecimal() and new.strip() else -1 for number, new in split]
+    return len(numbers) > 1 and numbers in ([*range(len(numbers))], [*range(1, len(numbers) + 1)])
+
+
+def _from_python(file: Path, text: str) -> dict[str, str] | list[str]:
+    """Return the names in a list or dict of Python or JSON, of which the brackets may be absent."""
+    code = re.sub(r"^\s*\w+\s*=\s*", "", text).strip().rstrip(",")
+    try:
+        value = ast.literal_eval(code if code[0] in "[({" else f"[{code}]")
+    except (ValueError, SyntaxError) as error:
+        raise ValueError(f"{file} looks like a list of Python, but is none: write one name per line") from error
+    names = list(value.values() if isinstance(value, dict) else value)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{file} has values that are not texts: write one name per line")
+    return {normalized(str(name)): new for name, new in value.items()} if isinstance(value, dict) else names

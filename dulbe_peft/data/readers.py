@@ -9,10 +9,11 @@ from pathlib import Path
 from dulbe_peft.data.decoding import ARCHIVES, why_not_read
 from dulbe_peft.data.digits import load_digit_images
 from dulbe_peft.data.feature_tables import feature_splits
-from dulbe_peft.data.folders import TABLES, FolderSplit, ImageFolder, subfolders
+from dulbe_peft.data.folders import FolderSplit, ImageFolder, subfolders
 from dulbe_peft.data.hub import HUB_PREFIX, hub_images, hub_splits, import_datasets
 from dulbe_peft.data.images import LabelledImages, Splits
 from dulbe_peft.data.labels import label_splits, metadata_splits
+from dulbe_peft.data.tables import is_table
 
 DEMO_DIGITS = "demo-digits"  # name of the handwritten digits included in the package
 _HUB_NAME = re.compile(r"(?!.*\.(?i:csv)$)[\w.-]+(/[\w.-]+)?")  # excludes names of tables, such as labels.csv
@@ -96,7 +97,7 @@ def splits(
     check_data(text)
     if available := feature_splits(path) or hub_splits(text, image_column, label_column):
         return available
-    if path.suffix.lower() in TABLES and path.is_file():
+    if is_table(path) and path.is_file():
         return label_splits(path, vocabulary, path_column, label_column, one_label, machine_labels)
     if path.is_dir():
         folders: Splits = {name: FolderSplit(path, name, leave_out or ()) for name in (*subfolders(path), None)}

@@ -97,6 +97,7 @@ def learn_names(world, *names, **fields):
 SETTINGS = [
     ("template without {}", lambda w: LearnerArguments(prompt_template="a photo"), V, "prompt_template {} 'a photo'"),
     ("template twice", lambda w: LearnerArguments(prompt_template=["a {}", "a {}"]), V, "the same text twice"),
+    ("a prompt in quotes", lambda w: LearnerArguments(prompt_template="'a {}.',"), V, "leave them out of"),
     ("training without {}", lambda w: LearnerArguments(training_template="a"), V, "training_template exactly one {}"),
     ("views twice", lambda w: LearnerArguments(augment="crop+crop"), V, "augment none crop, flip, affine 'crop+crop'"),
     ("device unknown", lambda w: tiny_learner(device="quantum"), V, "device 'quantum'"),

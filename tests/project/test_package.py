@@ -63,7 +63,7 @@ def test_llms_txt_lists_every_page():
 def test_lowest_constraints_match_setup():
     setup = setup_cfg()
     required = setup["options"]["install_requires"].split()
-    for extra in ("photos", "datasets", "heic", "onnx", "dask"):
+    for extra in ("photos", "datasets", "excel", "heic", "onnx", "dask"):
         required += setup["options.extras_require"][extra].split()
     lowest = dict(
         line.split("==") for line in text_of("constraints-lowest.txt").splitlines() if not line.startswith("#")

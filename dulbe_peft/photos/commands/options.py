@@ -287,8 +287,8 @@ def answers_of(only: str | None, sum_up: str | None, known: Sequence[str]) -> di
     Raises:
         ValueError: If no class of a file has been learned, or a table has other columns.
     """
-    from dulbe_peft.data.columns import csv_lines
     from dulbe_peft.data.names import class_key
+    from dulbe_peft.data.tables import csv_lines
     from dulbe_peft.utils.files import read_lines
 
     learned = {class_key(name): name for name in known}

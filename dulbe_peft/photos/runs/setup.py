@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
 from dulbe_peft.data.names import normalized
+from dulbe_peft.data.tables import TABLES
 from dulbe_peft.photos.data.source import VALIDATION, DataSource
 from dulbe_peft.photos.runs.run_settings import StreamArguments, read_yaml
 from dulbe_peft.utils.extras import garbage_collection_off
@@ -36,8 +37,8 @@ def data_or_labels(data: str | None, labels: str | None) -> str | None:
         return data
     if data:
         raise ValueError(f"--data is {data!r} and --labels is {labels!r}: the table names the images, so omit --data")
-    if not labels.lower().endswith((".csv", ".tsv", ".jsonl")):
-        raise ValueError(f"--labels is {labels!r}, expected a .csv file with the columns path,label")
+    if not labels.lower().endswith(TABLES):
+        raise ValueError(f"--labels is {labels!r}, expected a .csv file with the columns path,label, or another table")
     return labels
 
 

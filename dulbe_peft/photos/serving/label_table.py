@@ -5,8 +5,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dulbe_peft.data.columns import csv_lines
 from dulbe_peft.data.names import class_key
+from dulbe_peft.data.tables import csv_lines
 from dulbe_peft.utils.files import replacing, write_rows
 from dulbe_peft.utils.folders import CheckpointError
 

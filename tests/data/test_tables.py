@@ -1,0 +1,380 @@
+"""Test reading labels from the tables of other programs: spreadsheets, JSON, boxes, taxa, paths in two columns."""
+
+import csv
+import gzip
+import json
+import sys
+import zipfile
+
+import pytest
+from PIL import Image
+from small_runs import opened
+from test_labels import labels_of, pictures, table
+
+from dulbe_peft.data.names import names_from_file
+from dulbe_peft.data.readers import load_data
+
+KINDS = ["coat", "hat", "coat", "hat"]
+FILES = [f"img/{number}.png" for number in range(4)]
+
+
+def relative(root, file, **settings):
+    """Return path -> label, with paths relative to the folder."""
+    images = load_data(file, None, **settings)
+    names = [images.class_names[label] for label in images.labels]
+    return {images.item_name(index).removeprefix(f"{root}/"): name for index, name in enumerate(names)}
+
+
+def spreadsheet(path, sheets, merged=(), hidden=()):
+    """Write an Excel file: name of a sheet -> rows of texts, numbers and truth values."""
+
+    def cell(value, place):
+        if isinstance(value, bool):
+            return f'<c r="{place}" t="b"><v>{int(value)}</v></c>'
+        if isinstance(value, (int, float)):
+            return f'<c r="{place}"><v>{value}</v></c>'
+        return f'<c r="{place}" t="inlineStr"><is><t>{value}</t></is></c>' if value else ""
+
+    main = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
+    relation = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+    kinds = "http://schemas.openxmlformats.org/package/2006"
+    with zipfile.ZipFile(path, "w") as book:
+        listed, links, types = "", "", ""
+        for number, (name, rows) in enumerate(sheets.items(), start=1):
+            state = ' state="hidden"' if name in hidden else ""
+            listed += f'<sheet name="{name}" sheetId="{number}" r:id="r{number}"{state}/>'
+            links += f'<Relationship Id="r{number}" Type="{relation}/worksheet" Target="worksheets/{number}.xml"/>'
+            types += (
+                f'<Override PartName="/xl/worksheets/{number}.xml" ContentType='
+                '"application/vnd.openxmlformats-officedocument.spreadsheetml.worksheet+xml"/>'
+            )
+            lines = [
+                f'<row r="{r}">{"".join(cell(value, f"{chr(65 + c)}{r}") for c, value in enumerate(row))}</row>'
+                for r, row in enumerate(rows, start=1)
+            ]
+            areas = "".join(f'<mergeCell ref="{area}"/>' for area in merged)
+            areas = f"<mergeCells>{areas}</mergeCells>" if areas else ""
+            text = f'<worksheet xmlns="{main}"><sheetData>{"".join(lines)}</sheetData>{areas}</worksheet>'
+            book.writestr(f"xl/worksheets/{number}.xml", text)
+        book.writestr(
+            "xl/workbook.xml", f'<workbook xmlns="{main}" xmlns:r="{relation}"><sheets>{listed}</sheets></workbook>'
+        )
+        book.writestr(
+            "xl/_rels/workbook.xml.rels", f'<Relationships xmlns="{kinds}/relationships">{links}</Relationships>'
+        )
+        book.writestr(
+            "_rels/.rels",
+            f'<Relationships xmlns="{kinds}/relationships"><Relationship Id="r0" Type="{relation}/officeDocument" '
+            'Target="xl/workbook.xml"/></Relationships>',
+        )
+        book.writestr(
+            "[Content_Types].xml",
+            f'<Types xmlns="{kinds}/content-types"><Default Extension="rels" ContentType='
+            '"application/vnd.openxmlformats-package.relationships+xml"/><Default Extension="xml" ContentType='
+            '"application/xml"/><Override PartName="/xl/workbook.xml" ContentType='
+            f'"application/vnd.openxmlformats-officedocument.spreadsheetml.sheet.main+xml"/>{types}</Types>',
+        )
+    return path
+
+
+def test_spreadsheet_of_a_colleague_is_read(tmp_path):
+    """A title above the header, columns without known names, merged cells, numbers, and further sheets."""
+    pytest.importorskip("python_calamine")
+    pictures(tmp_path, *FILES)
+    rows = [["Kleider 2026"], [], ["Foto", "Kiste", "Art"], *([file, 7, ""] for file in FILES)]
+    rows[3][2], rows[5][2] = "coat", "hat"
+    sheets = {"Liste": rows, "Notizen": [["nur", "Text"], ["a", "b"]], "Alt": [["path", "label"], ["x", "y"]]}
+    file = spreadsheet(tmp_path / "Kleider.xlsx", sheets, ["A1:C1", "C4:C5", "C6:C7"], hidden=["Alt"])
+    images = load_data(file, None, label_column="Art")
+    assert relative(tmp_path, file, label_column="Art") == dict(
+        zip(FILES, ["coat", "coat", "hat", "hat"], strict=True)
+    )
+    assert images.columns["Kiste"]() == ["7"] * 4
+    assert "the sheet 'Liste' is read, and not 'Notizen'" in images.notes[0]
+    with pytest.raises(ValueError, match=r"has the columns \['Foto', 'Kiste', 'Art'\].* by --label-column"):
+        load_data(file, None)
+    rows[4][2] = rows[6][2] = "?"
+    spreadsheet(file, {"Liste": rows})
+    assert relative(tmp_path, file, label_column="Art") == {FILES[0]: "coat", FILES[2]: "hat"}
+    rows[4][:] = [FILES[0], 7, "hat"]
+    with pytest.raises(ValueError, match=r"'img/0.png' is 'coat' in row 4 and 'hat' in row 5"):
+        load_data(spreadsheet(file, {"Liste": rows}), None, label_column="Art")
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(ValueError, match=r"Kleider.xlsx cannot be read as a spreadsheet"):
+        load_data(file, None)
+
+
+def test_missing_reader_of_spreadsheets_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "python_calamine", None)
+    (tmp_path / "labels.xlsx").write_bytes(b"")
+    with pytest.raises(ImportError, match=r"labels.xlsx needs .*: pip install 'dulbe_peft\[excel\]'"):
+        load_data(tmp_path / "labels.xlsx", None)
+
+
+@pytest.mark.parametrize("lines", [False, True])
+def test_exiftools_json_is_read(tmp_path, lines):
+    pictures(tmp_path, "a.png", "b.png", "c.png")
+    rows = [
+        {"SourceFile": "a.png", "Subject": ["holiday", "cat"]},
+        {"SourceFile": "b.png", "Subject": "dog"},
+        {"SourceFile": "c.png"},
+    ]
+    file = tmp_path / "tags.json"
+    file.write_text("\n".join(map(json.dumps, rows)) if lines else json.dumps(rows, indent=1))
+    (tmp_path / "words.txt").write_text("cat\ndog\n")
+    assert labels_of(file, vocabulary=str(tmp_path / "words.txt")) == {"a.png": "cat", "b.png": "dog"}
+
+
+def test_json_of_one_object_per_image_is_read_and_other_json_is_refused(tmp_path):
+    pictures(tmp_path, "a.png", "b.png")
+    file = tmp_path / "labels.json"
+    rows = [{"image": "a.png", "choice": "cat\u2028"}, {"image": "b.png", "choice": ["dog"]}]
+    file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    assert labels_of(file) == {"a.png": "cat", "b.png": "dog"}
+    with gzip.open(tmp_path / "labels.json.gz", "wt", encoding="utf-8") as packed:
+        json.dump(rows, packed)
+    assert labels_of(tmp_path / "labels.json.gz") == {"a.png": "cat", "b.png": "dog"}
+    for content, words in (
+        ({"images": [{"id": 1}], "annotations": [], "categories": [{}]}, "expected a list of objects, one per image"),
+        ([{"id": 1, "data": {"image": "a.png"}, "annotations": []}], "from Label Studio, export JSON-MIN or CSV"),
+        ([{"image": "a.png", "choice": ["dog", "cat"]}], "'dog##cat' in one cell"),
+        ([1, 2], "does not hold a list of JSON objects"),
+    ):
+        file.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=words):
+            load_data(file, None)
+
+
+TAXA = ["kingdom", "phylum", "class", "order", "family", "genus"]
+ANIMALS = [
+    ("Mammalia", "Didelphis", "virginiana", "Virginia Opossum"),
+    ("Mammalia", "Odocoileus", "virginianus", "White-tailed Deer"),
+    ("Aves", "Bubo", "virginianus", "Great Horned Owl"),
+]
+
+
+@pytest.mark.parametrize(
+    ("columns", "settings", "expected"),
+    [
+        (["scientificName"], {}, ["Bubo virginianus", "Didelphis virginiana", "Odocoileus virginianus"]),
+        (["species", "common_name"], {}, ["Bubo virginianus", "Didelphis virginiana", "Odocoileus virginianus"]),
+        (
+            ["species"],
+            {"label_column": "species"},
+            ["Bubo virginianus", "Didelphis virginiana", "Odocoileus virginianus"],
+        ),
+        (["specificEpithet"], {}, ["Bubo virginianus", "Didelphis virginiana", "Odocoileus virginianus"]),
+        (["binomial as species"], {}, ["Bubo virginianus", "Didelphis virginiana", "Odocoileus virginianus"]),
+        (["common_name"], {}, ["Great Horned Owl", "Virginia Opossum", "White-tailed Deer"]),
+        (["species"], {"label_column": "class"}, ["Aves", "Mammalia"]),
+        (["scientificName", "label"], {}, ["fowl", "game"]),
+    ],
+)
+def test_class_beside_other_ranks_is_no_label(tmp_path, columns, settings, expected):
+    pictures(tmp_path, "0.png", "1.png", "2.png")
+    rows = []
+    for number, (rank, genus, epithet, common) in enumerate(ANIMALS):
+        cells = {"scientificName": f"{genus} {epithet}", "species": epithet, "specificEpithet": epithet}
+        cells |= {
+            "binomial as species": f"{genus} {epithet}",
+            "common_name": common,
+            "label": "game" if number else "fowl",
+        }
+        rows.append(
+            [f"{number}.png", "Animalia", "Chordata", rank, "o", "f", genus, *(cells[name] for name in columns)]
+        )
+    names = ["species" if name == "binomial as species" else name for name in columns]
+    file = table(tmp_path / "occurrence.csv", ["filename", *TAXA, *names], *rows)
+    images = load_data(file, None, **settings)
+    assert list(images.class_names) == expected
+    if names == ["species", "common_name"]:
+        assert "--label-column common_name takes them from there" in images.notes[0]
+
+
+def test_table_with_ranks_alone_is_refused(tmp_path):
+    file = table(tmp_path / "t.csv", ["filename", *TAXA], ["0.png", "Animalia", "Chordata", "Aves", "o", "f", "g"])
+    with pytest.raises(ValueError, match="choose the one with the labels by --label-column"):
+        load_data(file, None)
+
+
+@pytest.mark.parametrize(
+    ("header", "folder"),
+    [
+        (["RelativePath", "File"], "CamA"),
+        (["folder", "file"], "CamA/"),
+        (["Directory", "FileName"], "CamA\\"),
+        (["path", "filename"], "CamA"),
+    ],
+)
+def test_path_in_two_columns_is_joined(tmp_path, header, folder):
+    """Photographs of the same names lie beside the table."""
+    pictures(tmp_path, "1.png", "2.png", "3.png", "CamA/1.png", "CamA/2.png")
+    rows = [[folder, "1.png", "hat"], [folder, "2.png", "coat"], ["", "3.png", "coat"]]
+    file = table(tmp_path / "data.csv", [*header, "Species"], *rows)
+    assert relative(tmp_path, file) == {"CamA/1.png": "hat", "CamA/2.png": "coat", "3.png": "coat"}
+    assert f"the paths are read from {header[0]!r} and {header[1]!r}" in load_data(file, None).notes[0]
+
+
+def test_longest_of_several_paths_is_read(tmp_path):
+    pictures(tmp_path, "A/1.png", "B/1.png", "1.png")
+    header = ["SourceFile", "FileName", "Directory", "species"]
+    file = table(tmp_path / "t.csv", header, ["A/1.png", "1.png", "A", "hat"], ["B/1.png", "1.png", "B", "coat"])
+    assert relative(tmp_path, file) == {"A/1.png": "hat", "B/1.png": "coat"}
+
+
+BOXES = [  # image, label, confidence
+    ("a.png", "cat", "0.4"),
+    ("a.png", "dog", "0.9"),
+    ("a.png", "cat", "0.5"),
+    ("b.png", "cat", "0.7"),
+    ("b.png", "cat", "0.8"),
+    ("c.png", "cat", "0.6"),
+    ("c.png", "dog", "0.6"),
+    ("d.png", "", "0.1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected", "note"),
+    [
+        (
+            ["xmin"],
+            {"a.png": "cat", "b.png": "cat"},
+            "2 images with boxes of several classes; each has the class with most",
+        ),
+        (
+            ["bbox_left", "confidence"],
+            {"a.png": "dog", "b.png": "cat"},
+            "the class with the highest 'confidence', but 1,",
+        ),
+    ],
+)
+def test_rows_that_are_boxes_give_one_label(tmp_path, columns, expected, note):
+    pictures(tmp_path, "a.png", "b.png", "c.png", "d.png")
+    rows = [[image, label, "3", sure][: 2 + len(columns)] for image, label, sure in BOXES]
+    file = table(tmp_path / "boxes.csv", ["relative_path", "label", *columns], *rows)
+    images = load_data(file, None)
+    assert labels_of(file) == expected
+    assert any(note in each for each in images.notes), images.notes
+    file = table(tmp_path / "plain.csv", ["path", "label"], *(row[:2] for row in BOXES))
+    with pytest.raises(ValueError, match="lists images twice: 'a.png' is 'cat' in line 2 and 'dog' in line 3"):
+        load_data(file, None)
+
+
+@pytest.mark.parametrize(
+    ("written", "on_disk"),
+    [
+        ("/data/local-files/?d=photos/my%20{}.png", "photos/my {}.png"),
+        ("http://localhost:8080/data/local-files/?d=photos/my%20{}.png", "photos/my {}.png"),
+        ("/data/upload/3/1a2b3c4d-{}.png", "{}.png"),
+        ("photos/my%20{}.png", "photos/my {}.png"),
+        ("photos/my%20{}.png", "photos/my%20{}.png"),  # as it is written
+        ("file:///home/anna/pets/photos/{}.png", "photos/{}.png"),
+        ("file:///D:/pets/photos/{}%23.png", "photos/{}#.png"),
+        ("D:\\pets\\photos\\{}.png", "photos/{}.png"),
+    ],
+)
+def test_paths_are_decoded_if_no_file_has_the_name_as_it_is_written(tmp_path, written, on_disk):
+    names = ["0", "1"]
+    pictures(tmp_path, *map(on_disk.format, names))
+    file = table(
+        tmp_path / "labels.csv", ["image", "label"], *([written.format(name), f"class {name}"] for name in names)
+    )
+    assert relative(tmp_path, file) == {on_disk.format(name): f"class {name}" for name in names}
+
+
+def test_path_as_it_is_written_comes_before_a_decoded_one(tmp_path):
+    pictures(tmp_path, "my 0.png", "my%200.png")
+    file = table(tmp_path / "labels.csv", ["path", "label"], ["my%200.png", "hat"], ["my 0.png", "coat"])
+    assert relative(tmp_path, file) == {"my%200.png": "hat", "my 0.png": "coat"}
+
+
+def test_table_in_windows_encoding_is_read_and_said_or_refused(tmp_path):
+    """Western European texts are read; the same bytes mean other letters elsewhere, so other texts are refused."""
+    pictures(tmp_path, "gr\u00fcn.png", "a.png")
+    file = tmp_path / "labels.csv"
+    file.write_bytes("sep=;\npath;label\na.png;M\u00fctze\ngr\u00fcn.png;Kleid\n".encode("cp1252"))
+    assert labels_of(file) == {"a.png": "M\u00fctze", "gr\u00fcn.png": "Kleid"}
+    assert (
+        "read in Windows' encoding for Western Europe, in which it has 'M\u00fctze'" in load_data(file, None).notes[0]
+    )
+    for label, encoding in (
+        ("\u043a\u043e\u0448\u043a\u0430", "cp1251"),
+        ("lis \u017c\u00f3\u0142ty", "cp1250"),
+        ("caf\u00e9", "mac_roman"),
+    ):
+        file.write_bytes(f"path,label\na.png,{label}\n".encode(encoding))
+        with pytest.raises(ValueError, match="line 2 of .* is not UTF-8 .*: save the table as CSV UTF-8"):
+            load_data(file, None)
+    file.write_bytes("path,label\na.png,T\u00fcr\n".encode() + "gr\u00fcn.png,T\u00fcr\n".encode("cp1252"))
+    with pytest.raises(ValueError, match="line 3 of .* is not UTF-8"):
+        load_data(file, None)
+
+
+def test_lines_are_those_of_the_file(tmp_path):
+    pictures(tmp_path, "a.png", "b.png")
+    file = tmp_path / "labels.csv"
+    file.write_text('path,label,note\n\na.png,coat,"two\nlines"\n\nb.png,Coat,x\n')
+    with pytest.raises(ValueError, match=r"has 'coat' in line 3 and 'Coat' in line 6, two spellings of one name"):
+        load_data(file, None)
+    file.write_text("path,label\na.png,coat\nb.png,None of these\n")
+    with pytest.raises(ValueError, match=r"line 3 of .*labels.csv: is 'None of these', which is reserved"):
+        load_data(file, None)
+
+
+@pytest.mark.parametrize("word", ["no_label", "Unlabeled", "undefined", "Unlabeled images"])
+def test_folder_of_images_without_a_label_is_left_out_and_said(tmp_path, word):
+    for name in ("cat", "dog", word):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            Image.new("RGB", (8, 8), (len(name), number, 9)).save(tmp_path / name / f"{number}.png")
+    train, _, inventory = opened(tmp_path)
+    assert train.class_names == ("cat", "dog")
+    assert inventory.left_out == [
+        (str(tmp_path / word), "no class by its name (rename the folder if it is one), 2 images")
+    ]
+    file = table(tmp_path / "labels.csv", ["path", "label"], ["cat/0.png", "cat"], ["dog/0.png", word])
+    assert labels_of(file) == {"0.png": "cat"} and labels_of(file, one_label=True) == {"0.png": word}
+
+
+@pytest.mark.parametrize(
+    ("old", "text", "expected"),
+    [
+        (["0", "1", "10"], "0 a hat\n1 a coat\n10 a sock\n", ("a hat", "a coat", "a sock")),
+        (["a", "b"], "0 a hat\n1 a coat\n", ("a hat", "a coat")),
+        (["a", "b"], "1. a hat\n2. a coat\n", ("a hat", "a coat")),
+        (["a", "b"], "0\ta hat\n1\ta coat\n", ("a hat", "a coat")),
+        (["n01440764", "n01443537"], "n01443537 goldfish\nn01440764 tench\n", ("tench", "goldfish")),
+        (["a", "b"], "\"a hat\",\n'a coat',\n", ("a hat", "a coat")),
+        (["a", "b"], "classes = ['a hat', 'a coat']\n", ("a hat", "a coat")),
+        (["0", "1"], "{1: 'a coat',\n 0: 'a hat, grey',}\n", ("a hat, grey", "a coat")),
+        (["a", "b"], "a hat,\na coat\n", ("a hat", "a coat")),
+        (["a", "b"], "7 up\n3 musketeers\n", ("7 up", "3 musketeers")),
+        (["a", "b"], "b coat\na hat\n", ("hat", "coat")),
+    ],
+)
+def test_class_names_are_read_as_people_paste_them(tmp_path, old, text, expected):
+    (tmp_path / "names.txt").write_text(text)
+    assert names_from_file(old, tmp_path / "names.txt") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("n01440764 tench\nn01443537 goldfish\n", "names classes such as 'n01440764', which the data does not have"),
+        ("['a hat', a coat]\n", "looks like a list of Python, but is none"),
+        ("[1, 2]\n", "values that are not texts"),
+        ("0 a hat\n1 a coat\n2 a sock\n", "has 3 names, but the data has 2 classes"),
+    ],
+)
+def test_class_names_that_are_unclear_are_refused(tmp_path, text, words):
+    (tmp_path / "names.txt").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        names_from_file(["a", "b"], tmp_path / "names.txt")
+
+
+def test_number_of_cells_is_checked_with_the_line(tmp_path):
+    with (tmp_path / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["path", "label"], [], ["a.png", "b", "c"]])
+    with pytest.raises(ValueError, match="line 3 of .* has 3 cells, expected 2"):
+        load_data(tmp_path / "labels.csv", None)
