@@ -23,7 +23,7 @@ BETWEEN = ", "  # exiftool's separator of keywords
 _BETWEEN = re.compile(r"\s*(?:,|;|##)\s*")  # exiftool's option -sep sets other separators
 NO_CLASS, NO_LABEL, TWICE = "no keyword is a class", "no label in the table", "the row repeats an earlier one"
 SEVERAL = "a box of another class in the image"
-METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # the label files of Hugging Face's image folders
+METADATA = ("metadata.csv", "metadata.jsonl")  # the label files of Hugging Face's image folders
 Rows = list[tuple[str, str, dict[str, str]]]  # the path and the label of each image, and its row in the table
 SHOWN = 5  # how many conflicts a message lists
 
