@@ -7,6 +7,7 @@ from dulbe_peft.photos.commands.main import Commands, main
 GROUPS = {
     "Research": {
         "compare": "run several methods and classifiers on the same streams",
+        "frontier": "draw what each method gives against what it costs, at every setting",
         "report": "write the page of a comparison",
         "figures": "plot what training changed in a run",
         "verify": "reproduce published numbers and compare them with ours",

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tqdm import tqdm
 
 from dulbe_peft.checkpoints.layout import TIMINGS_FILE, task_folders
 from dulbe_peft.classifiers.registry import CLASSIFIERS, parse_classifier
+from dulbe_peft.data.images import LabelledImages, named_images
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.task_features import Answers, learn_from_features, read_features
@@ -37,7 +39,7 @@ from dulbe_peft.utils.records import Record, read_record, write_record
 from dulbe_peft.utils.specs import parse_spec
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 from research.comparison.comparison_file import Retention
-from research.comparison.plan import Cell, Row
+from research.comparison.plan import LAST_TASK, Cell, Row
 
 CELL_FILE, LOCK_FILE = "cell.json", ".comparison.lock"
 TAKEN = "another process is running it"
@@ -153,6 +155,9 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
     setup = set_up(*validated(cell.settings | fixed))
     if any(task.test is None for task in setup.tasks):
         raise ValueError(f"{setup.stream.data} has no test images; set test_fraction to hold some images out")
+    never = _never_learned(cell, setup.tasks)
+    if cell.retention[0] == LAST_TASK:
+        setup = replace(setup, tasks=setup.tasks[:-1])
     setup.run(keep_features=True)
     learner = setup.learner
     args, strategy = learner.args, learner.strategy
@@ -177,21 +182,33 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
         ),
         text=has_text(learner.clip),
         data=data_fingerprint(cell.settings),
-        retention=_retention(learner, cell, setup.tasks),
+        retention=None if never is None else _retention(learner, never, cell.retention[1:], setup.tasks),
         retention_of=list(cell.retention),
         finished=time.strftime("%Y-%m-%d"),
     )
 
 
-def _retention(learner: ClassIncrementalLearner, cell: Cell, tasks: Sequence[Task]) -> Retention | None:
-    """Return the zero-shot accuracy on classes that are never learned, before all tasks and after them."""
-    data, *scales = cell.retention
+def _never_learned(cell: Cell, tasks: Sequence[Task]) -> LabelledImages | None:
+    """Return test images of classes that are never learned; those of the last task have the names of all tasks."""
+    data, last = cell.retention[0], tasks[-1]
     if data is None:
         return None
-    train_images, test_images, _ = DataSource(data).open()
-    images = train_images if test_images is None else test_images
+    if data != LAST_TASK:
+        train_images, test_images, _ = DataSource(data).open()
+        return train_images if test_images is None else test_images
+    if len(tasks) == 1:
+        raise ValueError(f"retention is {data!r}, but the stream has a single task; choose a smaller increment")
+    names = [name for task in tasks for name in task.class_names]
+    images = named_images(last.test)
+    return images.at(slice(None), images.labels + len(names) - len(last.class_names), tuple(names))
+
+
+def _retention(
+    learner: ClassIncrementalLearner, never: LabelledImages, scales: Sequence[float], tasks: Sequence[Task]
+) -> Retention:
+    """Return the zero-shot accuracy on classes that are never learned, before all tasks and after them."""
     learned = [(task.test, task.class_names) for task in tasks] if scales else []
-    retention = zero_shot_retention(learner, images, scales=scales, learned=learned)
+    retention = zero_shot_retention(learner, never, scales=scales, learned=learned)
     return Retention.model_validate(retention if learned else {name: retention[name] for name in ("before", "after")})
 
 

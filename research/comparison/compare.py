@@ -48,7 +48,7 @@ def compare(
     output = Path(output).absolute()
     check_outside_saved(output, "write a comparison")
     check_replaceable([output / COMPARISON_FILE, output / CSV_FILE], Comparison)
-    run = partial(_run, output, number_of_jobs(jobs, address), backend, address, log)
+    run = partial(run_missing, output, number_of_jobs(jobs, address), backend, address, log)
     tried = plan.trials()
     _missing(output, [*tried, *plan.cells({})])  # refuses a changed setting before hours of trials
     failed, taken = run(tried)
@@ -81,7 +81,7 @@ def _missing(output: Path, work: Work) -> Work:
     return [(cell, rows) for cell, rows in work if not is_done(cell, output, rows)]
 
 
-def _run(
+def run_missing(
     output: Path,
     jobs: int,
     backend: str,

@@ -24,6 +24,7 @@ from dulbe_peft.utils.settings import field_types
 from dulbe_peft.utils.specs import closest
 
 CHOICE_FRACTION = 0.2  # fraction of the training images that is held out to choose settings
+LAST_TASK = "last task"  # as `retention` of a stream: the last task is not learned, and its test images are measured
 # Settings that neither a stream nor a method may have, with the reason.
 _FIXED = {
     "output": "the command line sets one folder for all runs",
@@ -79,7 +80,7 @@ class Cell:
     seed: int
     settings: dict[str, Any]
     folder: str
-    # A data set of classes that are never learned, or None, followed by the scales of the update to test it with.
+    # A data set of classes that are never learned, `LAST_TASK` or None, followed by the scales of the update to test.
     retention: tuple[Any, ...] = (None,)
 
 
@@ -112,20 +113,32 @@ class Plan(Record):
                 if selected is not None:  # otherwise no trial of the row was finished
                     groups.setdefault(as_text(selected), (selected, []))[1].append(row)
             for text, (selected, rows) in groups.items():
-                folder = "/".join(filter(None, ("runs", stream, method, _folder_name(text), f"seed-{seed}")))
-                work.append((self._cell(stream, method, seed, selected, folder), rows))
+                work.append((self._cell(stream, method, seed, selected, _run_folder(stream, method, text, seed)), rows))
         return work
 
     def trials(self) -> Work:
         """Return the runs that try the settings to choose from, each with the rows that use it."""
         work = []
-        for stream, (method, grid) in itertools.product(self.streams, self.choices.items()):
-            for combination in itertools.product(*grid.values()):
-                values = dict(zip(grid, combination, strict=True))
+        for stream, method in itertools.product(self.streams, self.choices):
+            for values in self.combinations(method):
                 folder = f"choices/{stream}/{method}/{_folder_name(as_text(values))}"
-                values["validation_fraction"] = CHOICE_FRACTION
-                work.append((self._cell(stream, method, self.seeds[0], values, folder), self.rows_of(method)))
+                held_out = values | {"validation_fraction": CHOICE_FRACTION}
+                work.append((self._cell(stream, method, self.seeds[0], held_out, folder), self.rows_of(method)))
         return work
+
+    def every_combination(self) -> Work:
+        """Return the runs of all methods with all combinations of their settings to choose from, and all seeds."""
+        work = []
+        for stream, method in itertools.product(self.streams, self.methods):
+            for values, seed in itertools.product(self.combinations(method), self.seeds):
+                folder = _run_folder(stream, method, as_text(values), seed)
+                work.append((self._cell(stream, method, seed, values, folder), self.rows_of(method)))
+        return work
+
+    def combinations(self, method: str) -> list[dict[str, Any]]:
+        """Return all combinations of the settings to choose from, one of which is empty if there are none."""
+        grid = self.choices.get(method, {})
+        return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
     def trains(self, method: str) -> bool:
         """Return whether a method trains the model."""
@@ -148,6 +161,10 @@ def as_text(values: Mapping[str, Any]) -> str:
     return ",".join(f"{name}={value}" for name, value in values.items())
 
 
+def _run_folder(stream: str, method: str, settings: str, seed: int) -> str:
+    return "/".join(filter(None, ("runs", stream, method, _folder_name(settings), f"seed-{seed}")))
+
+
 def _folder_name(text: str) -> str:
     name = quote(text, safe=" =,.+")
     return name if len(name) <= 100 else hashlib.sha256(name.encode()).hexdigest()
@@ -157,7 +174,7 @@ class _Stream(Record, extra="allow"):
     """A stream of the YAML file: the settings of a run as extra fields, and the data to measure retention on.
 
     `protocol` is a file for `dulbe-peft run`, relative to the YAML file. The stream has its settings, except those of
-    the method, and its own settings override them.
+    the method, and its own settings override them. With `retention: last task`, the last task is not learned.
     """
 
     protocol: str | None = None

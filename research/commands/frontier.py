@@ -1,0 +1,34 @@
+"""example:
+  python -m research frontier examples/frontiers/handwriting.yaml --output frontier
+
+The file is one for compare. Every combination of the settings in `choose` is measured with every seed, and with the
+shares of the update in `retention_scales`. Measured cells are kept; repeating the command continues with the others.
+"""
+
+from pathlib import Path
+
+from dulbe_peft.photos.commands.options import OVERWRITE, Folder, command
+from dulbe_peft.photos.commands.paths import FOLDER, claim
+from dulbe_peft.utils.settings import AtLeastOne, setting
+
+
+@command(kept="measured cells are kept")
+def frontier(
+    file: str = setting(..., "YAML file that says what to measure", place=True),
+    output: Folder = setting(..., "folder for all runs, the tables and the figures"),
+    cells: Folder | None = setting(None, "folder with measured cells, to which new ones are added (default: cells)"),
+    jobs: AtLeastOne | None = setting(None, "number of parallel runs, at most one per core (default: all cores)"),
+    overwrite: bool = OVERWRITE,
+) -> None:
+    from research.comparison.frontier import frontier
+    from research.comparison.frontier_page import frontier_text, write_figures
+    from research.comparison.plan import LAST_TASK, read_plan
+
+    plan, folder = read_plan(file), Path(output)
+    unlearned = (row[0] for row in plan.retentions.values() if row[0] != LAST_TASK)
+    data = (*(stream["data"] for stream in plan.streams.values()), *unlearned)
+    claim(("--output", output, FOLDER), ("--cells", cells, FOLDER), reads=[file], apart=data, overwrite=overwrite)
+    records = frontier(plan, folder, cells, jobs)
+    print(frontier_text(plan, records))
+    for path in write_figures(plan, records, folder):
+        print(f"written: {path}")

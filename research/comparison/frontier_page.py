@@ -1,0 +1,185 @@
+"""The tables, the sentence and the figure of a frontier."""
+
+import textwrap
+from collections.abc import Collection, Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from dulbe_peft.metrics.accuracy import percent, signed
+from dulbe_peft.photos.report.plots import GRID, INK, LEGEND, SERIES, inline_svg, line_style, new_figure
+from research.comparison.frontier import LOSSES, Curve, Place, curves, difference, interval, not_measured
+from research.comparison.intervals import Difference
+from research.comparison.measured import TEXT, Measured
+from research.comparison.plan import Plan
+
+# The page's colours in the dark scheme, in the order of `SERIES`.
+_DARK = ("#8b949e", "#d29922", "#3fb950", "#58a6ff", "#e275ad", "#f0883e", "#39c5cf", "#a371f7")
+_PAPER, _DARK_PAPER, _DARK_INK, _DARK_GRID = "#ffffff", "#161c26", "#eef2f8", "#3c4859"
+_WIDTH = 92  # characters per line below a figure
+
+
+def points_off(loss: float) -> str:
+    return f"{100 * loss:g}"
+
+
+def before_training(found: dict[str, Curve]) -> Place:
+    """Return the place before training with the most seeds."""
+    return max((curve.places[0] for curve in found.values()), key=lambda place: len(place.learned))
+
+
+def hull_table(found: dict[str, Curve]) -> list[list[str]]:
+    """Return the places of each method's curve, with intervals over the seeds."""
+    lines = [["method", "settings", "share of the update", "learned, %", "never learned, %", "seeds"]]
+    for method, curve in found.items():
+        for place in curve.hull:
+            seeds = str(len(place.learned))
+            if place.share or len(found) == 1 or len(curve.places) == 1:
+                settings = place.settings.replace("=", " = ")
+                share = f"{place.share:g}" if place.share else "nothing trained"
+                lines.append([method, settings, share, _mean(place.learned), _mean(place.unlearned), seeds])
+    return lines
+
+
+def loss_table(found: dict[str, Curve], reference: str) -> list[list[str]]:
+    """Return each method's learned accuracy at equal loss on never learned classes, and its distance to the reference."""
+    start = before_training(found).x
+    lines = [["learned, %, where never learned may lose", *(f"{points_off(loss)} points" for loss in LOSSES), "seeds"]]
+    for method, curve in found.items():
+        cells = []
+        for loss in LOSSES:
+            values = curve.learned_at(start - loss)
+            value = "" if values is None else percent(sum(values.values()) / len(values))
+            ahead = None if method == reference else difference(curve, found[reference], start - loss)
+            cells.append(value if ahead is None else f"{value} ({_signed(ahead)})")
+        lines.append([method, *cells, str(len(curve.seeds))])
+    return lines
+
+
+def sentence(found: dict[str, Curve], reference: str) -> str:
+    """Say in one sentence which curves the reference's is above and below, and where."""
+    start, parts = before_training(found).x, {"above": [], "below": [], "near": []}  # type: ignore[var-annotated]
+    for method, curve in found.items():
+        if method == reference or len(curve.places) == 1:
+            continue
+        ahead = {loss: difference(found[reference], curve, start - loss) for loss in LOSSES}
+        known = {loss: each for loss, each in ahead.items() if each is not None}
+        means = [100 * each.mean for each in known.values()]
+        clear = [loss for loss, each in known.items() if each.clear and len(found[reference].seeds & curve.seeds) > 1]
+        if not known:
+            continue
+        where = f"{method} ({signed(min(means) / 100)} to {signed(max(means) / 100)}{_clearly(clear, known)})"
+        side = "above" if min(means) > 0 else "below" if max(means) < 0 else "near"
+        parts[side].append(where)
+    words = {"above": "is above {}", "below": "is below {}", "near": "crosses {}"}
+    said = [words[side].format(", ".join(which)) for side, which in parts.items() if which]
+    losses = f"{', '.join(map(points_off, LOSSES[:-1]))} and {points_off(LOSSES[-1])}"
+    if not said:
+        return f"No other method was measured beside {reference}."
+    return f"At equal losses of {losses} points, the curve of {reference} {'; it '.join(said)}."
+
+
+def _clearly(clear: Sequence[float], known: Collection[float]) -> str:
+    """Say at which losses a difference has an interval that excludes zero."""
+    if not clear:
+        return ", not clear"
+    return ", clear" if len(clear) == len(known) else f", clear at {', '.join(map(points_off, clear))}"
+
+
+def frontier_figure(found: dict[str, Curve], caption: str, classifier: str = TEXT) -> Any:
+    """Draw the curves with intervals over the seeds, and the places below them as faint marks."""
+    lines = textwrap.wrap(caption, _WIDTH)
+    look = {"xlabel": "classes that are never learned (%)", "ylabel": f"all learned classes, {classifier} (%)"}
+    trained = {method: curve for method, curve in found.items() if len(curve.places) > 1}
+    figure, axes = new_figure(3.4 + 0.1 * len(trained) + 0.16 * len(lines), **look)
+    for number, (method, curve) in enumerate(trained.items()):
+        style: dict[str, Any] = line_style(_PLACES.get(method.lower(), number))
+        below = [place for place in curve.places if place not in curve.hull]
+        look = {"color": style["color"], "marker": style["marker"], "linestyle": "none", "markersize": 3}
+        axes.plot([100 * p.x for p in below], [100 * p.y for p in below], alpha=0.35, **look)
+        bars = [[_half(getattr(p, side)) for p in curve.hull] for side in ("unlearned", "learned")]
+        style |= {"markersize": 4, "linewidth": 1.5, "elinewidth": 0.7, "capsize": 2, "label": method}
+        xs, ys = ([100 * value for value in values] for values in zip(*((p.x, p.y) for p in curve.hull)))
+        axes.errorbar(xs, ys, xerr=bars[0], yerr=bars[1], **style)
+    start = before_training(found)
+    axes.plot([100 * start.x], [100 * start.y], "D", color=INK, markersize=6, label="nothing trained", zorder=5)
+    figure.legend(ncols=2, **LEGEND)
+    figure.supxlabel("\n".join(lines), fontsize=7.5, color=INK, x=0.02, ha="left")
+    return figure
+
+
+# Methods that most figures share keep their colours.
+_PLACES = {"lora": 1, "merged lora": 2, "dulbe": 3}
+
+
+def frontier_svg(records: Iterable[Measured], stream: str, reference: str, classifier: str = TEXT) -> str:
+    """Return the figure of a stream as an SVG file, which follows the light or dark scheme and says what it shows."""
+    found = curves(records, stream, classifier)
+    caption = sentence(found, reference)
+    svg = inline_svg(frontier_figure(found, caption, classifier), "frontier")
+    head, body = svg.split(">", 1)
+    light = ";".join(f"--series-{number}:{colour}" for number, colour in enumerate(SERIES))
+    dark = ";".join(f"--series-{number}:{colour}" for number, colour in enumerate(_DARK))
+    title = f"{stream}: accuracy on learned classes against classes that are never learned"
+    return (
+        f'{head} role="img" aria-labelledby="frontier-title frontier-text" '
+        "font-family=\"system-ui, 'Segoe UI', Helvetica, Arial, sans-serif\">\n"
+        f'<title id="frontier-title">{escape(title)}</title>\n<desc id="frontier-text">{escape(caption)}</desc>\n'
+        f"<style>svg{{{light};--line:{GRID};color:{INK};background:{_PAPER}}}"
+        f"@media (prefers-color-scheme:dark){{svg{{{dark};--line:{_DARK_GRID};color:{_DARK_INK};"
+        f"background:{_DARK_PAPER}}}}}</style>{body}\n"
+    )
+
+
+def _mean(values: dict[int, float]) -> str:
+    found = interval(values)
+    mean = percent(sum(values.values()) / len(values))
+    return mean if found is None else f"{mean} ({percent(max(found.low, 0))} to {percent(min(found.high, 1))})"
+
+
+def _half(values: dict[int, float]) -> float:
+    found = interval(values)
+    return 0.0 if found is None else 100 * (found.high - found.mean)
+
+
+def _signed(ahead: Difference) -> str:
+    if ahead.low == ahead.high:
+        return signed(ahead.mean)
+    return f"{signed(ahead.mean)}; {signed(ahead.low)} to {signed(ahead.high)}"
+
+
+def frontier_text(plan: Plan, records: Sequence[Measured]) -> str:
+    """Return the tables of all streams and classifiers as Markdown, and what is not measured."""
+    parts = []
+    for stream in plan.streams:
+        for classifier in classifiers_of(records, stream):
+            found = curves(records, stream, classifier)
+            parts.append(f"{stream}, {classifier}")
+            parts.append(markdown(hull_table(found)))
+            if plan.reference.method in found:
+                parts += [markdown(loss_table(found, plan.reference.method)), sentence(found, plan.reference.method)]
+    missing = not_measured(plan, records)
+    return "\n\n".join([*parts, *(["not measured:\n" + "\n".join(f"  {line}" for line in missing)] if missing else [])])
+
+
+def classifiers_of(records: Iterable[Measured], stream: str) -> list[str]:
+    """Return the classifiers that were measured on a stream; those of the names come first."""
+    found = [name for record in records if record.stream == stream for name in record.points[-1].learned]
+    return sorted(dict.fromkeys(found), key=lambda name: name != TEXT)
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    first, *rows = ("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join([first, "|" + "---|" * len(lines[0]), *rows])
+
+
+def write_figures(plan: Plan, records: Sequence[Measured], folder: Path) -> list[Path]:
+    """Write a figure of each stream and classifier in which the reference was measured, and return their paths."""
+    paths = []
+    for stream in plan.streams:
+        for classifier in classifiers_of(records, stream):
+            if plan.reference.method in curves(records, stream, classifier):
+                paths.append(folder / f"{stream}, {classifier.replace(':', ' ')}.svg")
+                svg = frontier_svg(records, stream, plan.reference.method, classifier)
+                paths[-1].write_text(svg, encoding="utf-8")
+    return paths
