@@ -361,10 +361,11 @@ def parts(results: Path, file: str = "parts") -> list[list[str]]:
     """Return a table of what the names lose if a part of DuLBE is left out, from `examples/parts.py`."""
     systems = json.loads((results / f"{file}.json").read_text(encoding="utf-8"))["accuracies"]
     whole = systems["DuLBE"]["all"]
-    rows = [["", "accuracy, %", f"worse than DuLBE, of {len(whole)} seeds"]]
+    digits = ("new", "old", "never learned", "all")
+    rows = [["accuracy, %", *digits, f"worse than DuLBE on all, of {len(whole)} seeds"]]
     for name, figures in systems.items():
         worse = "" if name == "DuLBE" else str(sum(map(float.__lt__, figures["all"], whole)))
-        rows.append([name, one(fmean(figures["all"])), worse])
+        rows.append([name, *(one(fmean(figures[each])) for each in digits), worse])
     return rows
 
 

@@ -16,7 +16,13 @@ from research.benchmarks import evidence, sentences
 
 ROOT = Path(__file__).parents[2]
 EVERY_LINE = ROOT / "research" / "benchmarks" / "tables.md"  # the tables that are too long for the docs
-PAGES = [ROOT / "README.md", EVERY_LINE.with_name("README.md"), EVERY_LINE, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "examples" / "README.md",
+    EVERY_LINE.with_name("README.md"),
+    EVERY_LINE,
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 

@@ -27,7 +27,8 @@ def frontier(
     plan, folder = read_plan(file), Path(output)
     unlearned = (row[0] for row in plan.retentions.values() if row[0] != LAST_TASK)
     data = (*(stream["data"] for stream in plan.streams.values()), *unlearned)
-    claim(("--output", output, FOLDER), ("--cells", cells, FOLDER), reads=[file], apart=data, overwrite=overwrite)
+    claim(("--output", output, FOLDER), reads=[file], apart=data, overwrite=overwrite)
+    claim(("--cells", cells, FOLDER), reads=[file], apart=data)  # measured cells are never put aside
     records = frontier(plan, folder, cells, jobs)
     print(frontier_text(plan, records))
     for path in write_figures(plan, records, folder):

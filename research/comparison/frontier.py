@@ -1,8 +1,8 @@
 """Measure what a method gives and what it costs, as a curve, at every setting and share of what was learned.
 
 A point is a method with some settings and a share of its finished update (`ClassIncrementalLearner.scaled`). Its
-coordinates are the accuracy on classes that are never learned and the accuracy on all learned classes. A method's curve
-is the upper hull of its points, which begins at the model before training:
+coordinates are the accuracy on classes that are never learned and the accuracy on all learned classes. A method's
+curve is the upper hull of its points, which begins at the model before training:
 
     learned
       |        ___ o
@@ -55,7 +55,7 @@ def frontier(
         if name not in plan.retentions:
             raise ValueError(f"stream {name!r} has no retention; a frontier needs classes that are never learned")
     work = [_Work(cell, rows, _point(plan, cell), cells / _file(cell)) for cell, rows in plan.every_combination()]
-    found = {one.path: read_measured(one.path, one.cell, one.point) for one in work}
+    found = {one.path: read_measured(one.path, one.cell, one.point, one.rows) for one in work}
     missing = [one for one in work if found[one.path] is None]
     for one in missing:
         is_done(one.cell, output, one.rows)  # refuses a run with other settings before hours of others
@@ -140,9 +140,10 @@ class Curve:
 
 
 def curves(records: Iterable[Measured], stream: str, classifier: str = TEXT) -> dict[str, Curve]:
-    """Return the curve of each method on a stream. Places that lack seeds, which others of the method have, are left out.
+    """Return the curve of each method on a stream, with the same seeds in all its places.
 
-    The place before training belongs to every curve.
+    Places that lack seeds of the method's most complete place are left out. The model before training is the first
+    place of every curve.
     """
     places: dict[str, dict[tuple[str, float], Place]] = {}
     before = Place("", 0.0, {}, {})
@@ -166,8 +167,10 @@ def _curve(method: str, places: Sequence[Place]) -> Curve:
 
 
 def _only(place: Place, seeds: Iterable[int]) -> Place:
-    each = sorted(seeds)
-    return Place(place.settings, place.share, {s: place.unlearned[s] for s in each}, {s: place.learned[s] for s in each})
+    unlearned, learned = (
+        {seed: values[seed] for seed in sorted(seeds)} for values in (place.unlearned, place.learned)
+    )
+    return Place(place.settings, place.share, unlearned, learned)
 
 
 def hull(places: Sequence[Place]) -> list[Place]:
@@ -189,9 +192,9 @@ def _below(middle: Place, right: Place, left: Place) -> bool:
 
 
 def difference(curve: Curve, other: Curve, unlearned: float) -> Difference | None:
-    """Return how far a curve is above another one at equal accuracy on never learned classes, with its interval by seed.
+    """Return how far a curve is above another one where both know as much of the classes that are never learned.
 
-    It is None if a curve does not reach that accuracy, or if they have no common seed.
+    The interval is over the seeds. It is None if a curve does not know as much, or if they have no common seed.
     """
     here, there = curve.learned_at(unlearned), other.learned_at(unlearned)
     if here is None or there is None or not curve.seeds & other.seeds:

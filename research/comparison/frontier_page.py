@@ -42,7 +42,7 @@ def hull_table(found: dict[str, Curve]) -> list[list[str]]:
 
 
 def loss_table(found: dict[str, Curve], reference: str) -> list[list[str]]:
-    """Return each method's learned accuracy at equal loss on never learned classes, and its distance to the reference."""
+    """Return the learned accuracy of each method at equal losses on never learned classes, and its lead."""
     start = before_training(found).x
     lines = [["learned, %, where never learned may lose", *(f"{points_off(loss)} points" for loss in LOSSES), "seeds"]]
     for method, curve in found.items():
@@ -95,8 +95,8 @@ def frontier_figure(found: dict[str, Curve], caption: str, classifier: str = TEX
     for number, (method, curve) in enumerate(trained.items()):
         style: dict[str, Any] = line_style(_PLACES.get(method.lower(), number))
         below = [place for place in curve.places if place not in curve.hull]
-        look = {"color": style["color"], "marker": style["marker"], "linestyle": "none", "markersize": 3}
-        axes.plot([100 * p.x for p in below], [100 * p.y for p in below], alpha=0.35, **look)
+        faint: dict[str, Any] = {**style, "linestyle": "none", "markersize": 3, "alpha": 0.35}
+        axes.plot([100 * p.x for p in below], [100 * p.y for p in below], **faint)
         bars = [[_half(getattr(p, side)) for p in curve.hull] for side in ("unlearned", "learned")]
         style |= {"markersize": 4, "linewidth": 1.5, "elinewidth": 0.7, "capsize": 2, "label": method}
         xs, ys = ([100 * value for value in values] for values in zip(*((p.x, p.y) for p in curve.hull)))
@@ -139,7 +139,7 @@ def _mean(values: dict[int, float]) -> str:
 
 def _half(values: dict[int, float]) -> float:
     found = interval(values)
-    return 0.0 if found is None else 100 * (found.high - found.mean)
+    return 0.0 if found is None else max(0.0, 100 * (found.high - found.mean))
 
 
 def _signed(ahead: Difference) -> str:
@@ -158,8 +158,9 @@ def frontier_text(plan: Plan, records: Sequence[Measured]) -> str:
             parts.append(markdown(hull_table(found)))
             if plan.reference.method in found:
                 parts += [markdown(loss_table(found, plan.reference.method)), sentence(found, plan.reference.method)]
-    missing = not_measured(plan, records)
-    return "\n\n".join([*parts, *(["not measured:\n" + "\n".join(f"  {line}" for line in missing)] if missing else [])])
+    if missing := not_measured(plan, records):
+        parts.append("not measured:\n" + "\n".join(f"  {line}" for line in missing))
+    return "\n\n".join(parts)
 
 
 def classifiers_of(records: Iterable[Measured], stream: str) -> list[str]:
@@ -175,6 +176,7 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
 
 def write_figures(plan: Plan, records: Sequence[Measured], folder: Path) -> list[Path]:
     """Write a figure of each stream and classifier in which the reference was measured, and return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for stream in plan.streams:
         for classifier in classifiers_of(records, stream):

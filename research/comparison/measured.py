@@ -1,7 +1,7 @@
 """A measured cell of a frontier: a small JSON file that can be kept with the project, without its run.
 
-A run of a comparison is large and names folders of one machine. The file has the accuracies alone, and what they depend
-on: the settings without folders, and fingerprints of the images and of the model.
+A run of a comparison is large and names folders of one machine. The file has the accuracies alone, and what they
+depend on: the settings without folders, and fingerprints of the images and of the model.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.classifiers.registry import CLASSIFIERS, parse_classifier
 from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.photos.runs.run_settings import StreamArguments
 from dulbe_peft.strategies.registry import make_strategy
@@ -26,8 +25,8 @@ _PLACES = ("model", "data", "device")  # settings that belong to a machine; fing
 class Point(Record):
     """Accuracies with a share of the finished update: on classes that are never learned, and on the learned ones.
 
-    `learned` has a classifier's accuracy on all learned classes after the last task, by its name. Only the names of the
-    classes (`text`) are measured with a part of the update, because the other classifiers fit the whole one.
+    `learned` has the accuracy of each classifier on all learned classes after the last task. With a part of the
+    update, only the names of the classes (`text`) are measured, because the other classifiers fit the whole update.
     """
 
     share: Fraction
@@ -58,10 +57,10 @@ class Measured(Record):
 def measured(cell: Cell, point: dict[str, Any], done: CellRecord, folder: Path, rows: Sequence[Row]) -> Measured:
     """Return the accuracies of a finished run in `folder`."""
     if done.retention is None:
-        raise ValueError(f"stream {cell.stream!r} has no retention, which a frontier needs: name classes never learned")
+        raise ValueError(f"the run in {folder} did not measure classes that are never learned")
     whole = {}
     for row in rows:
-        if row.classifier != TEXT and (done.text or not _needs_text(row)):
+        if row.classifier != TEXT:
             answers, facts = read_answers(folder, row, done)
             whole[title_of(row)] = mean_share(image_shares(answers, facts.class_names)["last"])
     points = [
@@ -86,8 +85,12 @@ def expected(cell: Cell, point: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_measured(path: Path, cell: Cell, point: dict[str, Any]) -> Measured | None:
-    """Read a cell's file, or return None if there is none; raise a ValueError if it was measured on something else."""
+def read_measured(path: Path, cell: Cell, point: dict[str, Any], rows: Sequence[Row]) -> Measured | None:
+    """Read a cell's file, or return None if there is none or it lacks a classifier.
+
+    Raises:
+        ValueError: It was measured with other settings, on other images, or with another model.
+    """
     if not path.is_file():
         return None
     found = read_record(path, Measured)
@@ -101,7 +104,7 @@ def read_measured(path: Path, cell: Cell, point: dict[str, Any]) -> Measured | N
                 f"{path} was measured with {name} = {before!r:.300}, now it is {required!r:.300}: remove the file, or "
                 "use another folder of cells"
             )
-    return found
+    return found if {title_of(row) for row in rows} <= {TEXT, *found.points[-1].learned} else None
 
 
 def read_all(folder: Path) -> list[Measured]:
@@ -117,10 +120,6 @@ def write_measured(path: Path, record: Measured) -> None:
 def title_of(row: Row) -> str:
     """Return a classifier's name in a frontier: with its drift correction, unless that is the default."""
     return row.classifier + ("" if row.drift in ("auto", "none") else f", drift {row.drift}")
-
-
-def _needs_text(row: Row) -> bool:
-    return CLASSIFIERS[parse_classifier(row.classifier).kind.name].needs_text
 
 
 @cache

@@ -113,7 +113,8 @@ class Plan(Record):
                 if selected is not None:  # otherwise no trial of the row was finished
                     groups.setdefault(as_text(selected), (selected, []))[1].append(row)
             for text, (selected, rows) in groups.items():
-                work.append((self._cell(stream, method, seed, selected, _run_folder(stream, method, text, seed)), rows))
+                folder = _run_folder(stream, method, text, seed)
+                work.append((self._cell(stream, method, seed, selected, folder), rows))
         return work
 
     def trials(self) -> Work:

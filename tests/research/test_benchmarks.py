@@ -314,15 +314,23 @@ def test_sentences_on_estimates_rejection_and_suggestions(tmp_path):
 
 def test_table_of_parts_says_with_how_many_seeds_each_is_worse(tmp_path):
     figures = {"nothing trained": [30, 40], "DuLBE": [60, 70], "without routing": [59, 71]}
-    accuracies = {name: {"all": [float(value) for value in values]} for name, values in figures.items()}
+    groups = ("new", "old", "never learned", "all")
+    accuracies = {
+        name: {group: [float(value + place) for value in values] for place, group in enumerate(groups, -3)}
+        for name, values in figures.items()
+    }
     (tmp_path / "parts.json").write_text(json.dumps({"accuracies": accuracies}))
     head, *rows = sentences.parts(tmp_path)
-    assert head[-1] == "worse than DuLBE, of 2 seeds"
-    assert rows == [["nothing trained", "35.0", "2"], ["DuLBE", "65.0", ""], ["without routing", "65.0", "1"]]
+    assert head[1:] == [*groups, "worse than DuLBE on all, of 2 seeds"]
+    assert rows == [
+        ["nothing trained", "32.0", "33.0", "34.0", "35.0", "2"],
+        ["DuLBE", "62.0", "63.0", "64.0", "65.0", ""],
+        ["without routing", "62.0", "63.0", "64.0", "65.0", "1"],
+    ]
 
 
-def test_readme_says_of_the_parts_what_the_stored_seeds_show():
-    rows = {name: (float(accuracy), worse) for name, accuracy, worse in sentences.parts(common.RESULTS)[1:]}
+def test_examples_say_of_the_parts_what_the_stored_seeds_show():
+    rows = {name: (float(accuracy), worse) for name, *_, accuracy, worse in sentences.parts(common.RESULTS)[1:]}
     best = max(rows, key=lambda name: rows[name][0])
     every = {name for name, (_, worse) in rows.items() if name.startswith("without") and worse == "5"}
     assert best == "LoRA, three times the rate"
