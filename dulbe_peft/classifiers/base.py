@@ -9,7 +9,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.checks import check_labels, check_share, unit_features
 from dulbe_peft.classifiers.rule import LeftOut, Rule, linear
-from dulbe_peft.classifiers.state import Derived, State, check_shapes
+from dulbe_peft.classifiers.state import Fitted, State, check_shapes
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.settings import check_value, field_types
 from dulbe_peft.utils.tensors import has_values
@@ -100,7 +99,7 @@ class Classifier(nn.Module):
         if taken := self._layouts.keys() & set(dir(type(self))):
             raise TypeError(f"the {self.name!r} classifier: {min(taken)!r} cannot be the name of a tensor")
         self._class_names: list[str] = []
-        self._derived: dict[str, Derived] = {}
+        self._fitted: dict[type[Fitted], Fitted] = {}
         self._warned = False
         self._take(State(self._layouts, {name: layout.empty() for name, layout in self._layouts.items()}, []))
 
@@ -125,13 +124,13 @@ class Classifier(nn.Module):
                 rule = replace(self.rule, **{name: value})
                 if str(rule.layouts()) != str(self._layouts):
                     raise ValueError(f"{name} of a {self.name!r} classifier determines its tensors: make a new one")
-                name, value, self._derived = "rule", rule, {}
+                name, value = "rule", rule
         super().__setattr__(name, value)
 
     @property
     def state(self) -> State:
         """The tensors and the class names, as the functions of the rule take them."""
-        return State(self._layouts, self._buffers, self._class_names, self._derived)  # type: ignore[arg-type]
+        return State(self._layouts, self._buffers, self._class_names, self._fitted)  # type: ignore[arg-type]
 
     def install(self, changes: Mapping[str, Tensor], class_names: Sequence[str] | None = None) -> None:
         """Replace tensors, and the class names if they are given, in one step."""
@@ -139,7 +138,7 @@ class Classifier(nn.Module):
 
     def _take(self, state: State) -> None:
         self._buffers = dict(state)
-        self._class_names, self._derived = list(state.class_names), state._derived
+        self._class_names, self._fitted = list(state.class_names), state.fitted
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name."""
@@ -192,7 +191,7 @@ class Classifier(nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out cached values, which can be computed again."""
-        return {**vars(self), "_derived": {}}
+        return {**vars(self), "_fitted": {}}
 
     # Learning
 
@@ -435,11 +434,11 @@ class Classifier(nn.Module):
         rule, records = self.rule, self.calibration
         if scores is not None:
             logits, own, parts, _ = scores
-            at = partial(rule.temperature, state)
+            at = lambda tasks: temperature(self.rule, state, tasks)  # noqa: E731
             records = calibration.calibrated(records, logits, own, labels, at, parts)
-        known, heat = self.novelty_tasks, rule.temperature(state, records)
+        known, heat = self.novelty_tasks, temperature(rule, state, records)
         measured = novelty.judged(rule, state, known, images, labels, heat, groups, scores)
-        warning = "" if self._warned else rule.warning(state)
+        warning = "" if self._warned else rule.fitted(state).warning
         if warning:
             warnings.warn(warning, stacklevel=3)
             self._warned = True
@@ -498,7 +497,7 @@ class Classifier(nn.Module):
     @property
     def temperature(self) -> float:
         """T of `probabilities`; 1 if no image could be held out to fit it."""
-        return self.rule.temperature(self.state, self.calibration)
+        return temperature(self.rule, self.state, self.calibration)
 
     @property
     def calibrated(self) -> bool:
@@ -506,7 +505,7 @@ class Classifier(nn.Module):
 
         `bayes` is calibrated, too, if its texts explain some of the labels.
         """
-        known = bool(self.calibration) or len(self._class_names) < 2 or self.rule.calibrated(self.state)
+        known = bool(self.calibration) or len(self._class_names) < 2 or self.rule.fitted(self.state).calibrated
         return known and not self._few()
 
     def _few(self) -> str:
@@ -759,9 +758,12 @@ class Classifier(nn.Module):
         self.calibration, self.novelty_tasks = extra.calibration, extra.novelty_tasks
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        device, solved = fn(torch.zeros(1, device=self.device)).device, self._derived.get("solved")
-        moved = {name: tensor.to(device) for name, tensor in (solved.value if solved else {}).items()}
-        self._derived = {}
+        device, solved = (
+            fn(torch.zeros(1, device=self.device)).device,
+            vars(self.rule.fitted(self.state)).get("solved", {}),
+        )
+        moved = {name: tensor.to(device) for name, tensor in solved.items()}
+        self._fitted = {}
 
         def convert(tensor: Tensor) -> Tensor:
             if tensor.dtype != torch.float64 or tensor.is_meta:
@@ -771,7 +773,7 @@ class Classifier(nn.Module):
 
         super()._apply(convert, recurse)
         if moved:
-            self.state.keep_derived("solved", moved)
+            self.rule.fitted(self.state).keep(solved=moved)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -793,7 +795,7 @@ class Classifier(nn.Module):
         for key, buffer in self.tensors().items():
             device = state[key].device if buffer.is_meta else buffer.device
             self._buffers[key] = buffer.new_empty(state[key].shape, device=device)
-        self._derived = {}
+        self._fitted = {}
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _check(self, tensors: Mapping[str, Tensor], class_names: list[str]) -> None:
@@ -810,10 +812,10 @@ class Classifier(nn.Module):
         from dulbe_peft.classifiers import saved
 
         self._check(self.tensors(), self._class_names)
-        self._derived = {}  # values written through .data, which torch does not count, are saved, too
+        self._fitted = {}  # values written through .data, which torch does not count, are saved, too
         facts = {name: getattr(self, name) for name in ("name", "embed_dim", "logit_scale", "source")}
         config = saved.SavedClassifier(**dict(self._extra()), **facts, settings=self.settings())
-        saved.write(folder, self.file_names(), config, self.tensors(), self.rule.solved(self.state))
+        saved.write(folder, self.file_names(), config, self.tensors(), self.rule.fitted(self.state).solved)
 
     @classmethod
     def from_pretrained(
@@ -841,7 +843,8 @@ class Classifier(nn.Module):
         for name in ("calibration", "novelty_tasks", "source"):
             setattr(classifier, name, getattr(loaded.config, name))
         if loaded.solved:
-            classifier.state.keep_derived("solved", {name: tensor.float() for name, tensor in loaded.solved.items()})
+            solved = {name: tensor.float() for name, tensor in loaded.solved.items()}
+            classifier.rule.fitted(classifier.state).keep(solved=solved)
         return classifier.eval()
 
     def push_to_hub(self, repo_id: str, *, commit_message: str | None = None, **options: Any) -> Any:
@@ -853,6 +856,14 @@ class Classifier(nn.Module):
 
         message = commit_message or f"Upload {self.name} classifier"
         return hub.push(lambda folder, _: self.save_pretrained(folder), repo_id, commit_message=message, **options)
+
+
+def temperature(rule: Rule, state: State, tasks: Sequence["TaskTemperature"]) -> float:
+    """Return T of the probabilities: that of the rule, or else that which follows from the records of the tasks."""
+    from dulbe_peft.classifiers import calibration
+
+    own = rule.fitted(state).temperature
+    return calibration.temperature(tasks, state.classes) if own is None else own
 
 
 def classifier_of(rule: type[Rule] | type[Classifier]) -> type[Classifier]:

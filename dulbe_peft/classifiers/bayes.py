@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
@@ -20,12 +21,12 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.calibration import TaskTemperature, log_likelihoods, penalties, places_among, worth
+from dulbe_peft.classifiers.calibration import log_likelihoods, penalties, places_among, worth
 from dulbe_peft.classifiers.class_sums import ClassSums
 from dulbe_peft.classifiers.groups import few_items, groups_of_classes, ranking, rows_by_group, together
-from dulbe_peft.classifiers.ranpac import MOST_FEATURES, random_layer
+from dulbe_peft.classifiers.ranpac import MOST_FEATURES, RandomLayer, random_layer
 from dulbe_peft.classifiers.rule import LeftOut, TextDim, linear
-from dulbe_peft.classifiers.state import Layout, State, per_class, shared
+from dulbe_peft.classifiers.state import Fitted, Layout, State, once, per_class, shared
 from dulbe_peft.classifiers.text_prior import OMEGAS, SCALES, WRONG, Fit, ProjectedFit
 from dulbe_peft.utils.settings import Positive
 
@@ -55,8 +56,6 @@ LEAST_TOLD = 0.1  # share of the log-loss that names must explain, so that one t
 # of single images are left out as well (1 to 2 points lost), and with log 19 a third to all wrong names stay.
 BEYOND = math.log(4.0)
 ROBUST = 5  # place of a share of wrong labels, 0.225, with which a few wrong labels do not make a name look wrong
-# The tensors from which `Fit` is computed.
-FITTED = ("text_embeds", "sums", "counts", "scatter", "freedom")
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,10 @@ class BayesRule(ClassSums):
     at once, in any order of images, classes, tasks and merged parts. Some or all classes may have no text.
 
     Args:
-        kappa: Number of images that a text counts as, positive. "auto": see `choice`.
+        kappa: Number of images that a text counts as, positive. "auto": see `Choice`.
         rho: Shrinkage of the covariance towards a multiple of the identity, positive, in images per dimension. "auto":
-            see `choice`.
-        omega: Weight of CLIP's own offset in the offset of a text, 0 to 1. "auto": see `choice`; 0 if kappa and rho
+            see `Choice`.
+        omega: Weight of CLIP's own offset in the offset of a text, 0 to 1. "auto": see `Choice`; 0 if kappa and rho
             are both fixed.
         features: Number M of random features in addition to z. They help if classes have many images and cannot be
             separated by planes; left-out images decide whether they are used. They are not used if M is 0, if kappa
@@ -107,9 +106,14 @@ class BayesRule(ClassSums):
     adds_up = ("losses", "judged", "by_text", "shown")
 
     @property
+    def chooses(self) -> bool:
+        """Whether left-out images choose kappa, rho or both."""
+        return "auto" in (self.kappa, self.rho)
+
+    @property
     def random(self) -> int:
         """Number of random features in x."""
-        return self.features if "auto" in (self.kappa, self.rho) else 0
+        return self.features if self.chooses else 0
 
     @property
     def width(self) -> int:
@@ -141,17 +145,6 @@ class BayesRule(ClassSums):
             | {"shown": per_class(dtype=torch.int64)}
         )
 
-    def upgraded(self, tensors: dict[str, Tensor], classes: int) -> dict[str, Tensor]:
-        """Give older tables, which knew neither wrong labels nor classes, the same loss for every share and class."""
-        if "shown" in tensors or not {"losses", "by_text"} <= tensors.keys() or tensors["losses"].ndim != 4:
-            return tensors
-        losses, by_text, wrong = tensors["losses"], tensors["by_text"], len(WRONG)
-        return tensors | {
-            "losses": losses[..., None].repeat(1, 1, 1, 1, wrong),
-            "by_text": (by_text / max(1, classes))[None, ..., None].repeat(classes, 1, 1, wrong),
-            "shown": torch.zeros(classes, dtype=torch.int64, device=losses.device),
-        }
-
     def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         return super().added(state, images, labels, new) | {
             name: rows for name, rows in state.with_new_rows(len(new)).items() if name in ("by_text", "shown")
@@ -178,350 +171,53 @@ class BayesRule(ClassSums):
     def judged(
         self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None
     ) -> tuple[State, LeftOut | None]:
-        """Add the losses of a task's images to the tables of `choice`; return scores as if each were not learned.
+        """Add the losses of a task's images to the tables of `Choice`; return scores as if each were not learned.
 
         An image is left out together with its group. The image of a class with a single image, or group, cannot be
         left out. Other classes stand for such classes: the same share of the task's other classes is reduced to one
         image, or group, each, and their remaining images are scored.
         """
-        if (classes := state.classes) < 2:
+        if state.classes < 2:
             return state, None
         images, labels = images.to(state.sums), labels.to(state.sums.device)
         order = ranking(images).argsort()
-        images, labels = images[order], labels[order]
         groups = None if groups is None else groups.to(labels)[order]
-        places, inside = places_among(labels), labels.bincount(minlength=classes)
-        order = places.argsort(stable=True)
-        rows = order[:MOST_LEFT_OUT]
-        whole = (classes / state.counts.to(images) * inside)[labels]
-        weights = whole / labels[rows].bincount(minlength=classes).clamp_min(1)[labels]
-        # Names are judged on two images of each class, see `misnamed`, which takes little time.
-        named = order[: max(MOST_LEFT_OUT, 2 * int((inside > 0).sum()))]
-        shown = labels[named].bincount(minlength=classes)
-        share = (whole / shown.clamp_min(1)[labels])[named]
-        x = self.lifted(state, images)
-        losses = self._with_all_names(state, 0).text_losses(x[named], labels[named], share, USUAL_RHO)
-        of = None if groups is None else groups[named]
-        apart = groups_of_classes(labels[named], of, classes)  # photographs of one item are no independent evidence
-        changes = {"by_text": state.by_text + losses, "shown": state.shown + apart.to(state.shown)}
-        state = state.replaced(changes)
-        lone = torch.isin(labels, self._lone(state, inside, groups_of_classes(labels, groups, classes)))
-        first = places == 0
-        if groups is not None:  # all images of the group of the first image of each class
-            first = first | torch.isin(groups * classes + labels, (groups * classes + labels)[first])
-        left = rows[(state.counts.to(labels)[labels] > together(labels, groups))[rows] & ~lone[rows]]
-        further = rows[lone[rows] & ~first[rows]]
-        judged = torch.cat([left, further])
-        if not len(judged):
+        task = Task(self.lifted(state, images[order]), labels[order], groups)
+        state = state.replaced(task.named(Fits.of(self, state).plain, state))
+        left = task.left(state, choice := self.fitted(state))
+        if not len(left.labels):
             return state, None
-        truth, own, fits = labels[judged], weights[judged], dict[int, Fit]()
-        for features in self.numbers if lone.any() else ():
-            fits[features] = self._reduced(state, features, x[lone], labels[lone], first[lone])
-
-        def scored(features: int, kappas: Tensor, rho: float, omega: float) -> Tensor:
-            found = []
-            if len(left):
-                fit = self._fit(state, features)
-                if groups is None:
-                    found.append(fit.left_out(x[left], labels[left], kappas, rho, omega))
-                else:
-                    found.append(some_without_groups(fit, x, labels, groups, left, kappas, rho, omega))
-            if features in fits:
-                found.append(fits[features].scores(x[further], kappas, rho, omega).float())
-            return torch.cat(found, dim=1)
-
-        table, kappas, omega = state.losses.clone(), torch.tensor(self.kappas), self._omega(state)
-        each, parts = torch.arange(len(truth)).to(truth), None if groups is None else groups[judged]
-        wrong = len(WRONG) * (0.0,) if few_items(truth, parts) else WRONG  # few items say nothing about wrong labels
+        wrong = len(WRONG) * (0.0,) if few_items(left.labels, left.groups) else WRONG  # few items say nothing about w
+        table, kappas = state.losses.clone(), torch.tensor(self.kappas)
+        each, own = torch.arange(len(left.labels)).to(left.labels), left.weights
         for number, features in enumerate(self.numbers):
             for place, rho in enumerate(self.rhos):
-                scores = scored(features, kappas, rho, omega)
-                right = scores[:, each, truth]
+                scores = left.scores(choice, features, kappas, rho, choice.omega)
+                right = scores[:, each, left.labels]
                 for column, temperature in enumerate(TEMPERATURES):
                     told = right / temperature - (scores / temperature).logsumexp(dim=2)
-                    table[number, :, place, column] -= own @ log_likelihoods(told, classes, wrong).to(own)
-        squares = own @ own if parts is None else own.sum() ** 2 / max(1, worth(own, parts))
-        further_losses = torch.stack([own.sum(), squares])
-        state = state.replaced({"losses": table, "judged": state.judged + further_losses})
-        kappa, rho, features, omega = self.choice(state)
-        scores = scored(features, torch.tensor([kappa]), rho, omega)[0] / self.unit_score(state)
-        return state, LeftOut(scores, truth, parts)
-
-    def _lone(self, state: State, inside: Tensor, groups: Tensor) -> Tensor:
-        """Choose the classes that stand for classes with a single image, or group; return their numbers.
-
-        `inside` and `groups`, (C,), count each class's images and groups in the task. Only classes with all their
-        images in the task are chosen. They are spread evenly, and their share equals the share of the classes with a
-        single image or group among all classes.
-        """
-        counts = state.counts.to(inside.device)
-        single = (counts == 1) | ((inside == counts) & (groups == 1))
-        whole = ((inside == counts) & ~single).nonzero()[:, 0]
-        number = len(whole) * int(single.sum()) // len(counts)
-        return whole[torch.arange(number).to(whole) * len(whole) // max(1, number)]
-
-    def _reduced(self, state: State, features: int, images: Tensor, labels: Tensor, kept: Tensor) -> Fit:
-        """Return the fit with some classes reduced to one image, or group, each.
-
-        `images` are all x, (n, d), of these classes, and `kept`, (n,), selects the images that remain.
-        """
-        width, chosen = self.embed_dim + self.text_dim + features, labels.unique()
-        images, counts = images[:, :width], state.counts.to(labels.device).clone()
-        means = state.sums[:, :width] / counts.to(images)[:, None]
-        away = images - means[labels]
-        images, labels, total = images[kept], labels[kept], len(labels)
-        counts[chosen] = labels.bincount(minlength=len(counts))[chosen].to(counts)
-        sums = torch.zeros_like(means).index_add(0, labels, images)
-        means[chosen] = sums[chosen] / counts[chosen, None]
-        rest = images - means[labels]
-        freedom = int(state.freedom) - total + len(labels)
-        scatter = state.scatter[:width, :width] - away.T @ away + rest.T @ rest
-        return self._fitted(state, means, counts, scatter, freedom).without_texts(self.misnamed(state))
+                    table[number, :, place, column] -= own @ log_likelihoods(told, state.classes, wrong).to(own)
+        squares = own @ own if groups is None else own.sum() ** 2 / max(1, worth(own, left.groups))
+        state = state.replaced({"losses": table, "judged": state.judged + torch.stack([own.sum(), squares])})
+        kappa, rho, features, omega = (now := self.fitted(state)).mode
+        scores = left.scores(choice, features, torch.tensor([kappa]), rho, omega)[0] / now.unit
+        return state, LeftOut(scores, left.labels, left.groups)
 
     def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the scores of `Fit.left_out`, in float32."""
-        kappa, rho, features, omega = self.choice(state)
-        rows, labels = self.lifted(state, images.to(state.sums)), labels.to(state.sums.device)
-        of = None if groups is None else rows_by_group(groups.to(labels))
-        scores = self._fit(state, features).left_out(rows, labels, torch.tensor([kappa]), rho, omega, of)[0]
-        return scores / self.unit_score(state)
+        choice, labels = self.fitted(state), labels.to(state.sums.device)
+        kappa, rho, features, omega = choice.mode
+        rows, of = (
+            self.lifted(state, images.to(state.sums)),
+            None if groups is None else rows_by_group(groups.to(labels)),
+        )
+        return choice.fit(features).left_out(rows, labels, torch.tensor([kappa]), rho, omega, of)[0] / choice.unit
 
-    def choice(self, state: State) -> tuple[float, float, int, float]:
-        """Choose kappa, rho, the number of random features (0 or M) and omega that make the labels most likely.
-
-        omega minimises the log-loss of the text classifier alone, at the best of `SCALES`. Only its a, b and S
-        depend on the images, so none is left out. The others minimise
-
-            n L(kappa, rho, T, w) + log(kappa / usual)^2 / 2 + log(rho / 0.3)^2 / 2 + log(T / usual)^2 / 2 + v(w)
-
-        where L is the mean log-loss of left-out images at the temperature T if a share w of the labels is wrong, and n
-        is their effective number: a pseudo-likelihood with log-normal priors, whose standard deviation is a factor of
-        e, and with the penalty v of `calibration.penalties`. T is also the temperature
-        of `probabilities`. Up to 256 images of each task or update are scored against all classes seen so far. A loss
-        has the weight C / n_c, so all classes have the same weight, and later tasks weigh more than earlier ones. The
-        usual kappa follows from how well the texts alone predict the labels, and the usual T from the temperatures of
-        images, `_image_temperature`, and of texts.
-
-        With few images, the choice stays near the usual kappa and rho. If no image was left out, no random features
-        are used. If no class has two images, the covariance is the same for every rho. The result of
-        "auto" depends on the order of the classes: each image is scored against the classes that were seen by then,
-        and the order decides which classes stand for those with a single image.
-
-        Reference:
-            Besag, "Statistical Analysis of Non-Lattice Data", 1975: the pseudo-likelihood; Geisser and Eddy, 1979.
-        """
-        choice: tuple[float, float, int, float] = state.derived("choice", lambda: self._choose(state))
-        return choice
-
-    def settled(self, state: State) -> dict[str, object]:
-        return {"choice": self.choice(state), "temperature": self._temperature(state)}
-
-    def _choose(self, state: State) -> tuple[float, float, int, float]:
-        usual, omega = self._usual_kappa(state), self._omega(state)
-        if not float(state.judged[0]):
-            kappa, rho = (
-                (usual if self.kappa == "auto" else self.kappa),
-                (USUAL_RHO if self.rho == "auto" else self.rho),
-            )
-            return float(kappa), float(rho), 0, omega
-        losses = state.derived("by temperature", lambda: self._by_temperature(state)).amin(dim=(3, 4))
-        kappas, rhos = (torch.tensor(grid).to(losses) for grid in (self.kappas, self.rhos))
-        away = (kappas / usual).log()[:, None] ** 2 + (rhos / USUAL_RHO).log() ** 2
-        table, number, place = torch.unravel_index((losses + away / 2).argmin(), losses.shape)
-        return self.kappas[number], self.rhos[place], self.numbers[table], omega
-
-    def _by_temperature(self, state: State) -> Tensor:
-        """Return n L + log(T / usual)^2 / 2, plus the penalty of w, for each entry of `losses`."""
-        total, squares = state.judged.tolist()
-        each = [[self._usual_temperatures(state, number, rho) for rho in self.rhos] for number in self.numbers]
-        usual = torch.tensor(each).to(state.losses).transpose(1, 2)[..., None]
-        away = (torch.tensor(TEMPERATURES).to(usual) / usual).log()[..., None]
-        return total / squares * state.losses + away**2 / 2 + penalties(WRONG, total**2 / squares).to(usual)
-
-    def _omega(self, state: State) -> float:
-        if self.omega != "auto":
-            return float(self.omega)
-        if "auto" not in (self.kappa, self.rho):
-            return 0.0
-        return OMEGAS[int(self._text_losses(state).amin(dim=(1, 2)).argmin())]
-
-    def _usual_kappa(self, state: State) -> float:
-        """Return the number of images, at least 1, that a text counts as before any image is left out.
-
-        With it, the texts have `TEXT_WEIGHT` times the explained share of the log-loss, `_told`, as their weight
-        relative to one image per class, if the scores of images and of texts are divided by their temperatures.
-        """
-        slope = self._fit(state, 0).slope(USUAL_RHO)
-        weight = TEXT_WEIGHT * self._told(state) * IMAGE_TEMPERATURE
-        return max(1.0, weight * self._text_scale(state) / slope) if slope and weight else 1.0
-
-    def _text_scale(self, state: State) -> float:
-        """Return the scale of `SCALES` that makes the labels most likely by text, with a log-normal prior around 1."""
-        scales = torch.tensor(SCALES[1:]).to(state.by_text)
-        losses = self._text_losses(state).amin(dim=(0, 2))[1:] + scales.log() ** 2 / 2
-        return SCALES[1 + int(losses.argmin())]
-
-    def _text_losses(self, state: State) -> Tensor:
-        """Return `by_text` in nats for the effective number of images, plus the penalties of wrong labels."""
-        nats, table = self._nats(state), state.by_text[~self.misnamed(state)].sum(dim=0)
-        worst = float(table[0, 0, 0]) or 1.0
-        number = nats / math.log(max(2, state.classes))
-        return table / worst * nats + penalties(WRONG, number).to(state.by_text)
-
-    def misnamed(self, state: State) -> Tensor:
-        """Return which names do not describe their images and are left out, (C,) in bool.
-
-        By the texts alone, the images of such a class are less likely, by a factor of 4 or more, than if all classes
-        were equally likely, although a fifth of the labels may be wrong. omega and the scale are those that suit the
-        other classes best. If all names together say nearly nothing, no name is an exception. With fixed kappa and
-        rho, no name is left out, so that the solution does not depend on the order of the classes.
-        """
-
-        def find() -> Tensor:
-            table, given = state.by_text[..., ROBUST], state.text_embeds.to(state.by_text).any(dim=1)
-            uniform, found = table[:, 0, 0], torch.zeros(len(table), dtype=torch.bool, device=table.device)
-            for _ in range(2):  # the second time without the names that were found
-                losses = table[~found].sum(dim=0)
-                if not len(table) or float(losses.min()) > (1 - LEAST_TOLD) * float(losses[0, 0]):
-                    return torch.zeros_like(found)
-                omega, scale = torch.unravel_index(losses.argmin(), losses.shape)
-                beyond = (table[:, omega, scale] / uniform.clamp_min(1e-300) - 1) * state.shown.to(table)
-                found = (beyond * math.log(max(2, state.classes)) > BEYOND) & given & (uniform > 0)
-            return found
-
-        if "auto" not in (self.kappa, self.rho):
-            return torch.zeros(state.classes, dtype=torch.bool, device=state.by_text.device)
-        found: Tensor = state.derived("misnamed", find, of=("by_text", "shown", "text_embeds"))
-        return found
-
-    def _told(self, state: State) -> float:
-        """Return the share of the labels' log-loss that texts alone explain, corrected for two fitted numbers.
-
-        The scale and omega are fitted to the same labels, so two nats are subtracted, by Akaike's criterion. Nothing
-        explains which labels are wrong, nor what they are instead. The entropy of this is left out of the whole.
-        """
-        if not float(state.by_text[:, 0, 0, 0].sum()):
-            return 0.0
-        nats, losses, classes = self._nats(state), self._text_losses(state), max(2, state.classes)
-        wrong = WRONG[int(losses.amin(dim=(0, 1)).argmin())]
-        noise = -(1 - wrong) * math.log1p(-wrong) - (wrong * math.log(wrong / (classes - 1)) if wrong else 0.0)
-        return max(0.0, (nats - float(losses.min()) - 2) / (nats * max(0.1, 1 - noise / math.log(classes))))
-
-    def _nats(self, state: State) -> float:
-        """Return the log-loss of the labels under a uniform prediction, for the effective number of images."""
-        classes = state.classes
-        return classes**2 / float((1 / state.counts).sum()) * math.log(max(2, classes))
-
-    def calibrated(self, state: State) -> bool:
-        """Return whether the texts explain some of the labels, which also determines the temperature."""
-        return self._told(state) > 0
-
-    def temperature(self, state: State, tasks: Sequence[TaskTemperature]) -> float:
-        """Return T of the probabilities, whatever the records say: the tables contain the images of all tasks."""
-        return float(self.solved(state)["temperature"]) if state.classes else 1.0
-
-    def unit_score(self, state: State) -> float:
-        """Return the divisor of the scores: their temperature, or 1 for fixed settings.
-
-        Scores with fixed settings do not depend on the order of tasks, and their temperature does.
-        """
-        return self._temperature(state) if "auto" in (self.kappa, self.rho) else 1.0
-
-    def _temperature(self, state: State) -> float:
-        return float(state.derived("temperature", lambda: self._measure(state)))
-
-    def _measure(self, state: State) -> float:
-        """Return the T of `choice`, between the values of `TEMPERATURES` by a parabola through the nearest three."""
-        kappa, rho, features, _ = self.choice(state)
-        if not float(state.judged[0]):
-            return self._usual_temperatures(state, features, rho, [kappa])[0]
-        place = self.numbers.index(features), self.kappas.index(kappa), self.rhos.index(rho)
-        found = state.derived("by temperature", lambda: self._by_temperature(state))[place]
-        losses = found[:, int(found.amin(dim=0).argmin())].tolist()  # with the best share of wrong labels
-        best, steps = min(range(len(losses)), key=losses.__getitem__), 0.0
-        if 0 < best < len(losses) - 1:
-            before, here, after = losses[best - 1 : best + 2]
-            steps = (before - after) / (before - 2 * here + after) / 2
-        return float(TEMPERATURES[best] * (TEMPERATURES[1] / TEMPERATURES[0]) ** steps)
-
-    def _image_temperature(self, state: State, features: int) -> float:
-        """Return the usual T of the scores by the images alone.
-
-        If no class has two images, it follows `Fit.spread`: T^2 is the mean of `LONE_SPREAD`^2 spread^2 / d over the
-        C (C - 3) / 2 pairs of classes that can differ, and of `PAIRS` pairs with `IMAGE_TEMPERATURE`^2.
-        """
-        fit, pairs = self._fit(state, features), max(0, state.classes * (state.classes - 3) // 2)
-        if not fit.lone:
-            return IMAGE_TEMPERATURE
-        squares = LONE_SPREAD**2 * fit.spread(USUAL_RHO) / len(fit.values)
-        return math.sqrt((squares + PAIRS * IMAGE_TEMPERATURE**2) / (pairs + PAIRS))
-
-    def _usual_temperatures(
-        self, state: State, features: int, rho: float, kappas: Sequence[float] = ()
-    ) -> list[float]:
-        """Return T for each kappa, by default each of the table, if no image can be left out.
-
-        The errors of the images' and of the texts' scores add up like random errors with `Fit.correlation`.
-        """
-        fit, by_texts, common, found = self._fit(state, features), 0.0, 0.0, []
-        own = self._image_temperature(state, features)
-        if float(state.by_text[:, 0, 0, 0].sum()):
-            by_texts = fit.slope(rho) / state.derived("text scale", lambda: self._text_scale(state))
-            common = state.derived(
-                "correlation", lambda: self._fit(state, 0).correlation(USUAL_RHO, self._omega(state))
-            )
-        for share in map(fit.share, kappas or self.kappas):
-            images, texts = share * own, (1 - share) * by_texts
-            found.append(math.sqrt(images**2 + texts**2 + 2 * common * images * texts))
-        return found
-
-    def _fit(self, state: State, features: int) -> Fit:
-        """Return the fit to the unit features and the first `features` random features, without misnamed texts."""
-        return self._with_all_names(state, features).without_texts(self.misnamed(state))
-
-    def _with_all_names(self, state: State, features: int) -> Fit:
-        """Return the same fit with all names."""
-        width = self.embed_dim + self.text_dim + features
-
-        def make() -> Fit:
-            means = state.sums[:, :width] / state.counts.to(state.sums)[:, None]
-            return self._fitted(state, means, state.counts, state.scatter[:width, :width], int(state.freedom))
-
-        fit: Fit = state.derived(f"fit {features}", make, of=FITTED)
-        return fit
-
-    def _fitted(self, state: State, means: Tensor, counts: Tensor, scatter: Tensor, freedom: int) -> Fit:
-        """Return the fit to sums of the first features of x."""
-        texts = self.logit_scale * state.text_embeds.to(state.sums)
-        if self.text_dim:
-            return ProjectedFit.of_both(means, counts, scatter, freedom, texts, self.embed_dim)
-        return Fit.of(means, counts, scatter, freedom, F.pad(texts, (0, means.shape[1] - self.embed_dim)))
-
-    def solution(self, state: State) -> tuple[Tensor, Tensor]:
-        """Return the weights, (C, d), and the offsets, (C,), of the scores of x; float64."""
-        kappa, rho, features, omega = self.choice(state)
-
-        def solve() -> tuple[Tensor, Tensor]:
-            weights, offsets = self._fit(state, features).solution(kappa, rho, omega)
-            return weights / self.unit_score(state), offsets / self.unit_score(state)
-
-        return state.derived("solution", solve)
-
-    def solved(self, state: State) -> dict[str, Tensor]:
-        """Return the solution in float32, and the temperature for the case that no image can be left out."""
-        return state.derived("solved", lambda: self._solved(state)) if state.classes else {}
-
-    def _solved(self, state: State) -> dict[str, Tensor]:
-        weights, offsets = (part.float().to(state.device) for part in self.solution(state))
-        usual = torch.tensor(self._temperature(state) / self.unit_score(state), device=state.device)
-        return {"weight": weights, "bias": offsets, "temperature": usual}
-
-    def solved_shapes(self, classes: int) -> list[dict[str, tuple[int, ...]]]:
-        widths = {self.embed_dim + self.text_dim + features for features in self.numbers}
-        return [{"weight": (classes, width), "bias": (classes,), "temperature": ()} for width in widths]
+    def fitted(self, state: State) -> Choice:
+        return Choice.of(self, state)
 
     def scores(self, state: State, images: Tensor) -> Tensor:
-        solved = self.solved(state)
+        solved = self.fitted(state).solved
         width = solved["weight"].shape[1]
         x = self.lifted(state, images)[:, :width] if width > self.embed_dim else images
         return x @ solved["weight"].T + solved["bias"]
@@ -532,23 +228,377 @@ class BayesRule(ClassSums):
         if self.text_dim:
             parts.append(self.projected(state, images))
         if self.random:
-            layer = state.derived(f"layer {images.dtype} {images.device}", lambda: self._layer().to(images), of=())
-            parts.append((images @ layer).relu())
+            parts.append((images @ RandomLayer.of(self, state).at(images)).relu())
         return torch.cat(parts, dim=1) if len(parts) > 1 else images
 
-    def _layer(self) -> Tensor:
-        """Return R / sqrt(M)."""
+    def layer(self) -> Tensor:
+        """Return R / sqrt(M), (embed_dim, M), float64."""
         return random_layer(0, self.embed_dim, self.random) / math.sqrt(self.random)
 
     def formula(self, state: State) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-        tensors = {name: self.solved(state)[name] for name in ("weight", "bias")}
+        tensors = {name: self.fitted(state).solved[name] for name in ("weight", "bias")}
         if self.text_dim:
             random = tensors["weight"].shape[1] - self.embed_dim - self.text_dim
-            layers = {"names": state.projection, "projection": self._layer()[:, :random].to(tensors["weight"])}
+            layers = {"names": state.projection, "projection": self.layer()[:, :random].to(tensors["weight"])}
             return projected_random_and_linear, tensors | layers
         if tensors["weight"].shape[1] > self.embed_dim:
-            return random_and_linear, tensors | {"projection": self._layer().to(tensors["weight"])}
+            return random_and_linear, tensors | {"projection": self.layer().to(tensors["weight"])}
         return linear, tensors
+
+
+class Fits(Fitted):
+    """The model of `text_prior` fitted to the sums, with and without random features; the tables do not matter."""
+
+    rule: BayesRule
+    reads = ("text_embeds", "sums", "counts", "scatter", "freedom")
+
+    @once
+    def plain(self) -> Fit:
+        """The fit to x without random features."""
+        return self._fit(0)
+
+    @once
+    def random(self) -> Fit:
+        """The fit to all of x."""
+        return self._fit(self.rule.random)
+
+    def _fit(self, features: int) -> Fit:
+        state, width = self.state, self.rule.embed_dim + self.rule.text_dim + features
+        means = state.sums[:, :width] / state.counts.to(state.sums)[:, None]
+        return self.to(means, state.counts, state.scatter[:width, :width], int(state.freedom))
+
+    def to(self, means: Tensor, counts: Tensor, scatter: Tensor, freedom: int) -> Fit:
+        """Return the fit to other sums of the first features of x, with the same texts."""
+        texts = self.rule.logit_scale * self.state.text_embeds.to(means)
+        if self.rule.text_dim:
+            return ProjectedFit.of_both(means, counts, scatter, freedom, texts, self.rule.embed_dim)
+        return Fit.of(means, counts, scatter, freedom, F.pad(texts, (0, means.shape[1] - self.rule.embed_dim)))
+
+
+class Choice(Fitted):
+    """kappa, rho, the number of random features (0 or M), omega and T that make the labels most likely.
+
+    omega minimises the log-loss of the text classifier alone, at the best of `SCALES`. Only its a, b and S depend on
+    the images, so none is left out. The others minimise, over the grid of `KAPPAS`, `RHOS` and `TEMPERATURES`,
+
+        n L(kappa, rho, T, w) + log(kappa / usual)^2 / 2 + log(rho / 0.3)^2 / 2 + log(T / usual)^2 / 2 + v(w)
+
+    where L is the mean log-loss of left-out images at the temperature T if a share w of the labels is wrong, and n is
+    their effective number: a pseudo-likelihood with log-normal priors, whose standard deviation is a factor of e, and
+    with the penalty v of `calibration.penalties`. T is also the temperature of `probabilities`. Up to 256 images of
+    each task or update are scored against all classes seen so far. A loss has the weight C / n_c, so all classes have
+    the same weight, and later tasks weigh more than earlier ones. The usual kappa follows from how well the texts
+    alone predict the labels, and the usual T from the temperatures of images and of texts.
+
+    With few images, the choice stays near the usual kappa and rho. If no image was left out, no random features are
+    used, and kappa, rho and T are the usual ones. If no class has two images, the covariance is the same for every
+    rho. The result of "auto" depends on the order of the classes: each image is scored against the classes that were
+    seen by then, and the order decides which classes stand for those with a single image.
+
+    Reference:
+        Besag, "Statistical Analysis of Non-Lattice Data", 1975: the pseudo-likelihood; Geisser and Eddy, 1979.
+    """
+
+    rule: BayesRule
+
+    def __init__(self, rule: BayesRule, state: State) -> None:
+        super().__init__(rule, state)
+        self.fits, self.classes = Fits.of(rule, state), max(2, state.classes)
+
+    def fit(self, features: int) -> Fit:
+        """Return the model without the texts of misnamed classes, for x with a number of random features."""
+        return (self.fits.random if features else self.fits.plain).without_texts(self.misnamed)
+
+    @once
+    def chance(self) -> float:
+        """The log-loss, in nats, of the effective number of labels if all classes are equally likely."""
+        return self.state.classes**2 / float((1 / self.state.counts).sum()) * math.log(self.classes)
+
+    @once
+    def misnamed(self) -> Tensor:
+        """Which names do not describe their images and are left out, (C,) in bool.
+
+        By the texts alone, the images of such a class are less likely, by a factor of 4 or more, than if all classes
+        were equally likely, although a fifth of the labels may be wrong. omega and the scale are those that suit the
+        other classes best. If all names together say nearly nothing, no name is an exception. With fixed kappa and
+        rho, no name is left out, so that the solution does not depend on the order of the classes.
+        """
+        state, table = self.state, self.state.by_text[..., ROBUST]
+        given, uniform = state.text_embeds.to(table).any(dim=1), table[:, 0, 0]
+        found = nothing = torch.zeros(len(table), dtype=torch.bool, device=table.device)
+        for _ in range(2 if self.rule.chooses else 0):  # the second time without the names that were found
+            losses = table[~found].sum(dim=0)
+            if not len(table) or float(losses.min()) > (1 - LEAST_TOLD) * float(losses[0, 0]):
+                return nothing
+            omega, scale = torch.unravel_index(losses.argmin(), losses.shape)
+            beyond = (table[:, omega, scale] / uniform.clamp_min(1e-300) - 1) * state.shown.to(table)
+            found = (beyond * math.log(self.classes) > BEYOND) & given & (uniform > 0)
+        return found
+
+    @once
+    def by_text(self) -> Tensor:
+        """Log-loss of the labels by the texts alone, in nats, plus the penalty of w, (omegas, scales, wrong)."""
+        table = self.state.by_text[~self.misnamed].sum(dim=0)
+        penalty = penalties(WRONG, self.chance / math.log(self.classes)).to(table)
+        return table / (float(table[0, 0, 0]) or 1.0) * self.chance + penalty
+
+    @once
+    def omega(self) -> float:
+        """omega, which is 0 if kappa and rho are fixed."""
+        if self.rule.omega != "auto":
+            return float(self.rule.omega)
+        return OMEGAS[int(self.by_text.amin(dim=(1, 2)).argmin())] if self.rule.chooses else 0.0
+
+    @once
+    def scale(self) -> float:
+        """The scale of `SCALES` that makes the labels most likely by text, with a log-normal prior around 1."""
+        scales = torch.tensor(SCALES[1:]).to(self.by_text)
+        return SCALES[1 + int((self.by_text.amin(dim=(0, 2))[1:] + scales.log() ** 2 / 2).argmin())]
+
+    @once
+    def named(self) -> bool:
+        """Whether the names of any images were judged."""
+        return bool(float(self.state.by_text[:, 0, 0, 0].sum()))
+
+    @once
+    def told(self) -> float:
+        """The share of the labels' log-loss that texts alone explain, corrected for two fitted numbers.
+
+        The scale and omega are fitted to the same labels, so two nats are subtracted, by Akaike's criterion. Nothing
+        explains which labels are wrong, nor what they are instead. The entropy of this is left out of the whole.
+        """
+        if not self.named:
+            return 0.0
+        wrong = WRONG[int(self.by_text.amin(dim=(0, 1)).argmin())]
+        noise = -(1 - wrong) * math.log1p(-wrong) - (wrong * math.log(wrong / (self.classes - 1)) if wrong else 0.0)
+        whole = self.chance * max(0.1, 1 - noise / math.log(self.classes))
+        return max(0.0, (self.chance - float(self.by_text.min()) - 2) / whole)
+
+    @once
+    def usual_kappa(self) -> float:
+        """The number of images, at least 1, that a text counts as before any image is left out.
+
+        With it, the texts have `TEXT_WEIGHT` times the explained share of the log-loss, `told`, as their weight
+        relative to one image per class, if the scores of images and of texts are divided by their temperatures.
+        """
+        slope, weight = self.fit(0).slope(USUAL_RHO), TEXT_WEIGHT * self.told * IMAGE_TEMPERATURE
+        return max(1.0, weight * self.scale / slope) if slope and weight else 1.0
+
+    def usual_temperatures(self, features: int, rho: float, kappas: Sequence[float]) -> list[float]:
+        """Return T for each kappa if no image can be left out.
+
+        The errors of the images' and of the texts' scores add up like random errors with `Fit.correlation`. The
+        images have the temperature `IMAGE_TEMPERATURE`. If no class has two images, it follows `Fit.spread` instead:
+        T^2 is the mean of `LONE_SPREAD`^2 spread^2 / d over the C (C - 3) / 2 pairs of classes that can differ, and of
+        `PAIRS` pairs with `IMAGE_TEMPERATURE`^2.
+        """
+        fit, by_images, by_texts, common, found = self.fit(features), IMAGE_TEMPERATURE, 0.0, 0.0, []
+        if fit.lone:
+            pairs = max(0, self.state.classes * (self.state.classes - 3) // 2)
+            squares = LONE_SPREAD**2 * fit.spread(USUAL_RHO) / len(fit.values)
+            by_images = math.sqrt((squares + PAIRS * IMAGE_TEMPERATURE**2) / (pairs + PAIRS))
+        if self.named:
+            by_texts, common = fit.slope(rho) / self.scale, self.common
+        for share in map(fit.share, kappas):
+            images, texts = share * by_images, (1 - share) * by_texts
+            found.append(math.sqrt(images**2 + texts**2 + 2 * common * images * texts))
+        return found
+
+    @once
+    def common(self) -> float:
+        """The correlation of the errors of images and texts."""
+        return self.fit(0).correlation(USUAL_RHO, self.omega)
+
+    @once
+    def losses(self) -> Tensor:
+        """n L + log(T / usual)^2 / 2 + v(w), (features, kappas, rhos, temperatures, wrong)."""
+        rule, (total, squares) = self.rule, self.state.judged.tolist()
+        each = [[self.usual_temperatures(number, rho, rule.kappas) for rho in rule.rhos] for number in rule.numbers]
+        usual = torch.tensor(each).to(self.state.losses).transpose(1, 2)[..., None]
+        away = (torch.tensor(TEMPERATURES).to(usual) / usual).log()[..., None]
+        return total / squares * self.state.losses + away**2 / 2 + penalties(WRONG, total**2 / squares).to(usual)
+
+    @once
+    def mode(self) -> tuple[float, float, int, float]:
+        """kappa, rho, the number of random features and omega."""
+        rule, usual = self.rule, self.usual_kappa
+        if not float(self.state.judged[0]):
+            kappa, rho = usual if rule.kappa == "auto" else rule.kappa, USUAL_RHO if rule.rho == "auto" else rule.rho
+            return float(kappa), float(rho), 0, self.omega
+        kappas, rhos = (torch.tensor(grid).to(self.losses) for grid in (rule.kappas, rule.rhos))
+        prior = ((kappas / usual).log()[:, None] ** 2 + (rhos / USUAL_RHO).log() ** 2) / 2
+        best = self.losses.amin(dim=(3, 4)) + prior
+        table, number, place = torch.unravel_index(best.argmin(), best.shape)
+        return rule.kappas[number], rule.rhos[place], rule.numbers[table], self.omega
+
+    @once
+    def best_temperature(self) -> float:
+        """T, between the values of `TEMPERATURES` by a parabola through the nearest three."""
+        rule, (kappa, rho, features, _) = self.rule, self.mode
+        if not float(self.state.judged[0]):
+            return self.usual_temperatures(features, rho, [kappa])[0]
+        found = self.losses[rule.numbers.index(features), rule.kappas.index(kappa), rule.rhos.index(rho)]
+        losses = found[:, int(found.amin(dim=0).argmin())].tolist()  # with the best share of wrong labels
+        best, steps = min(range(len(losses)), key=losses.__getitem__), 0.0
+        if 0 < best < len(losses) - 1:
+            before, here, after = losses[best - 1 : best + 2]
+            steps = (before - after) / (before - 2 * here + after) / 2
+        return float(TEMPERATURES[best] * (TEMPERATURES[1] / TEMPERATURES[0]) ** steps)
+
+    @once
+    def unit(self) -> float:
+        """The divisor of the scores: T, or 1 for fixed settings.
+
+        Scores with fixed settings do not depend on the order of tasks, and T does.
+        """
+        return self.best_temperature if self.rule.chooses else 1.0
+
+    @once
+    def solution(self) -> tuple[Tensor, Tensor]:
+        """The weights, (C, d), and the offsets, (C,), of the scores of x; float64."""
+        kappa, rho, features, omega = self.mode
+        weights, offsets = self.fit(features).solution(kappa, rho, omega)
+        return weights / self.unit, offsets / self.unit
+
+    @once
+    def solved(self) -> dict[str, Tensor]:
+        """The solution in float32, and T of the probabilities."""
+        if not self.state.classes:
+            return {}
+        weights, offsets = (part.float().to(self.state.device) for part in self.solution)
+        temperature = torch.tensor(self.best_temperature / self.unit, device=self.state.device)
+        return {"weight": weights, "bias": offsets, "temperature": temperature}
+
+    @once
+    def solved_shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        rule, classes = self.rule, self.state.classes
+        widths = {rule.embed_dim + rule.text_dim + features for features in rule.numbers}
+        return [{"weight": (classes, width), "bias": (classes,), "temperature": ()} for width in widths]
+
+    @once
+    def temperature(self) -> float:
+        """T of the probabilities, whatever the records say: the tables contain the images of all tasks."""
+        return float(self.solved["temperature"]) if self.state.classes else 1.0
+
+    @once
+    def calibrated(self) -> bool:
+        """Whether the texts explain some of the labels, which also determines the temperature."""
+        return self.told > 0
+
+    def after(self, state: State) -> Choice:
+        return super().after(state).keep(mode=self.mode, best_temperature=self.best_temperature)
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """x, (n, d), of the images that a state has just learned, by `ranking`, their labels and groups, (n,).
+
+    Everything below takes the images round robin over the classes, so that these are represented evenly.
+    """
+
+    x: Tensor
+    labels: Tensor
+    groups: Tensor | None
+
+    @cached_property
+    def places(self) -> Tensor:
+        """How many images of the same class come before each image, (n,)."""
+        return places_among(self.labels)
+
+    def inside(self, state: State) -> Tensor:
+        """Return how many images of each class are in the task, (C,)."""
+        return self.labels.bincount(minlength=state.classes)
+
+    def weights(self, state: State, rows: Tensor) -> Tensor:
+        """Return the weight of each image, (n,), if some rows stand for all: C / n_c for each image of its class."""
+        shown = self.labels[rows].bincount(minlength=state.classes).clamp_min(1)
+        return (state.classes / state.counts.to(self.x) * self.inside(state))[self.labels] / shown[self.labels]
+
+    def named(self, fit: Fit, state: State) -> dict[str, Tensor]:
+        """Return `by_text` and `shown` with the losses of images by the texts alone, at least two of each class."""
+        rows = self.places.argsort(stable=True)[: max(MOST_LEFT_OUT, 2 * int((self.inside(state) > 0).sum()))]
+        losses = fit.text_losses(self.x[rows], self.labels[rows], self.weights(state, rows)[rows], USUAL_RHO)
+        of = None if self.groups is None else self.groups[rows]
+        apart = groups_of_classes(self.labels[rows], of, state.classes)  # photographs of one item are one observation
+        return {"by_text": state.by_text + losses, "shown": state.shown + apart.to(state.shown)}
+
+    def left(self, state: State, choice: Choice) -> Left:
+        """Leave out up to `MOST_LEFT_OUT` images, each with its group, some of them from classes reduced to one."""
+        labels, groups, inside = self.labels, self.groups, self.inside(state)
+        rows = self.places.argsort(stable=True)[:MOST_LEFT_OUT]
+        lone = torch.isin(labels, lone_classes(state, inside, groups_of_classes(labels, groups, state.classes)))
+        first = self.places == 0
+        if groups is not None:  # all images of the group of the first image of each class
+            pairs = groups * state.classes + labels
+            first = first | torch.isin(pairs, pairs[first])
+        left = rows[(state.counts.to(labels)[labels] > together(labels, groups))[rows] & ~lone[rows]]
+        further, fits = rows[lone[rows] & ~first[rows]], dict[int, Fit]()
+        for features in choice.rule.numbers if lone.any() else ():
+            fits[features] = reduced(choice, state, features, self.x[lone], labels[lone], first[lone])
+        judged = torch.cat([left, further])
+        of, weights = None if groups is None else groups[judged], self.weights(state, rows)[judged]
+        return Left(self, left, further, fits, labels[judged], of, weights)
+
+
+def lone_classes(state: State, inside: Tensor, groups: Tensor) -> Tensor:
+    """Choose the classes that stand for classes with a single image, or group; return their numbers.
+
+    `inside` and `groups`, (C,), count each class's images and groups in the task. Only classes with all their images
+    in the task are chosen. They are spread evenly, and their share equals the share of the classes with a single image
+    or group among all classes.
+    """
+    counts = state.counts.to(inside.device)
+    single = (counts == 1) | ((inside == counts) & (groups == 1))
+    whole = ((inside == counts) & ~single).nonzero()[:, 0]
+    number = len(whole) * int(single.sum()) // len(counts)
+    return whole[torch.arange(number).to(whole) * len(whole) // max(1, number)]
+
+
+def reduced(choice: Choice, state: State, features: int, images: Tensor, labels: Tensor, kept: Tensor) -> Fit:
+    """Return the fit with some classes reduced to one image, or group, each.
+
+    `images` are all x, (n, d), of these classes, and `kept`, (n,), selects the images that remain.
+    """
+    width, chosen = choice.rule.embed_dim + choice.rule.text_dim + features, labels.unique()
+    images, counts = images[:, :width], state.counts.to(labels.device).clone()
+    means = state.sums[:, :width] / counts.to(images)[:, None]
+    away = images - means[labels]
+    images, labels, total = images[kept], labels[kept], len(labels)
+    counts[chosen] = labels.bincount(minlength=len(counts))[chosen].to(counts)
+    sums = torch.zeros_like(means).index_add(0, labels, images)
+    means[chosen] = sums[chosen] / counts[chosen, None]
+    rest = images - means[labels]
+    freedom = int(state.freedom) - total + len(labels)
+    scatter = state.scatter[:width, :width] - away.T @ away + rest.T @ rest
+    return choice.fits.to(means, counts, scatter, freedom).without_texts(choice.misnamed)
+
+
+@dataclass(frozen=True, eq=False)
+class Left:
+    """Images of a task that are left out: first `left`, in closed form, then `further`, by the fits in `fits`.
+
+    `left` and `further` are rows of the task. `labels`, `groups` and `weights` are those of both, (n,).
+    """
+
+    task: Task
+    left: Tensor
+    further: Tensor
+    fits: dict[int, Fit]
+    labels: Tensor
+    groups: Tensor | None
+    weights: Tensor
+
+    def scores(self, choice: Choice, features: int, kappas: Tensor, rho: float, omega: float) -> Tensor:
+        """Return the scores, (kappas, n, C), float32, of each image without its group."""
+        x, labels, groups, found = self.task.x, self.task.labels, self.task.groups, []
+        if len(self.left) and groups is None:
+            found.append(choice.fit(features).left_out(x[self.left], labels[self.left], kappas, rho, omega))
+        elif len(self.left) and groups is not None:
+            fit = choice.fit(features)
+            found.append(some_without_groups(fit, x, labels, groups, self.left, kappas, rho, omega))
+        if features in self.fits:
+            found.append(self.fits[features].scores(x[self.further], kappas, rho, omega).float())
+        return torch.cat(found, dim=1)
 
 
 def random_and_linear(
@@ -590,15 +640,15 @@ class BayesClassifier(Classifier, rule=BayesRule):
 
     @property
     def choice(self) -> tuple[float, float, int, float]:
-        """kappa, rho, the number of random features and omega; see `BayesRule.choice`."""
-        return self.rule.choice(self.state)
+        """kappa, rho, the number of random features and omega; see `bayes.Choice`."""
+        return self.rule.fitted(self.state).mode
 
     @property
     def misnamed(self) -> list[str]:
-        """The classes whose name does not describe their images, so that it is not used; see `BayesRule.misnamed`."""
-        places = self.rule.misnamed(self.state).nonzero()[:, 0].tolist()
+        """The classes whose name does not describe their images, so that it is not used; see `bayes.Choice`."""
+        places = self.rule.fitted(self.state).misnamed.nonzero()[:, 0].tolist()
         return [self._class_names[place] for place in places]
 
     def solution(self) -> tuple[Tensor, Tensor]:
         """Return the weights, (C, d), and the offsets, (C,), of the scores of x; float64."""
-        return self.rule.solution(self.state)
+        return self.rule.fitted(self.state).solution

@@ -4,6 +4,8 @@ v_c ----b_c(a_2)----b_c(a_3)---- ... ----e_c      K_b points on the great circle
 w_c = sum_k pi_c(a_k) b_c(a_k)                    one vector per class: logits = tau z W'
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -17,7 +19,7 @@ from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions
 from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability
 from dulbe_peft.classifiers.rule import LogitScale, Rule
-from dulbe_peft.classifiers.state import Layout, State, per_class, shared
+from dulbe_peft.classifiers.state import Fitted, Layout, State, once, per_class, shared
 from dulbe_peft.utils.settings import MOST
 
 MAX_DEPTHS = 1000
@@ -83,10 +85,6 @@ class BridgeRule(Rule):
         """Return the layouts of the tensors that determine the weights of the depths."""
         return {"reliability": per_class(depths)}
 
-    def reliability(self, state: State) -> Tensor:
-        """Return pi_c, (C, K_b)."""
-        return state.reliability
-
     def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         """Update v_c and pi_c of the classes that have images here. The other classes do not change.
 
@@ -141,36 +139,12 @@ class BridgeRule(Rule):
         }
         return kept, changes, present, rows
 
-    def warning(self, state: State) -> str:
-        outvoted = self.outvoted(state)
-        if outvoted <= max(MOST_OUTVOTED, MOST_SHARE * state.classes):
-            return ""
-        return (
-            f"{outvoted} of {state.classes} classes can hardly be predicted: their reliable depths differ, and images "
-            "are closer to images than to texts. Use the classifier 'pooled_bridge' (PooledBridgeHead), which has the "
-            "same weights for all classes"
-        )
-
-    def outvoted(self, state: State) -> int:
-        """Count the classes whose typical image is misclassified now, but classified correctly with the mean weights.
-
-        The typical image of a class is half-way between its v_c and the mean of all v_c. The count is 0 if images are
-        not closer to images of other classes than to the texts of their own, because scores of different depths are
-        then similar in size.
-        """
-        visual, classes = state.visual_prototypes.float(), state.classes
-        own_text = (visual * state.text_embeds.float()).sum(dim=1).mean()
-        others = (visual.sum(dim=0).square().sum() - classes) / max(1, classes * (classes - 1))
-        if others <= own_text:
-            return 0
-        typical, labels = (visual + visual.mean(dim=0)) / 2, torch.arange(classes, device=visual.device)
-        pooled = (self.reliability(state).float().mean(dim=0)[:, None] * self.bridges(state)).sum(dim=1)
-        wins, would_win = ((typical @ w.T).argmax(dim=1) == labels for w in (self.ensemble(state), pooled))
-        return int((~wins & would_win).sum())
+    def fitted(self, state: State) -> Ensemble:
+        return Ensemble.of(self, state)
 
     def scores(self, state: State, images: Tensor) -> Tensor:
         """Return tau z . w_c. It is linear in z, so the sum over the depths is folded into one vector per class."""
-        return self.logit_scale * images @ self.ensemble(state).T
+        return self.logit_scale * images @ self.fitted(state).ensemble.T
 
     def without_group(self, state: State, images: Tensor, labels: Tensor) -> State:
         """Return the state with v_c, n_c and l_c without the images; the reliabilities do not change."""
@@ -188,7 +162,7 @@ class BridgeRule(Rule):
         lengths = state.lengths[labels.to(state.lengths.device), None].to(images)
         visual = F.normalize(state.visual_prototypes[labels].float() * lengths - images, dim=1)
         bridges = bridge_prototypes(visual, state.text_embeds[labels].float(), state.depths.float())
-        ensemble = (self.reliability(state)[labels].float()[:, :, None] * bridges).sum(dim=1)
+        ensemble = (self.fitted(state).reliability[labels].float()[:, :, None] * bridges).sum(dim=1)
         scores = self.logit_scale * (images * ensemble).sum(dim=1, keepdim=True)
         return self.scores(state, images).scatter(1, labels[:, None], scores)
 
@@ -196,18 +170,54 @@ class BridgeRule(Rule):
         """Replace v_c by the direction of v_c M. Texts, reliabilities, counts and lengths do not change."""
         return {"visual_prototypes": F.normalize(state.visual_prototypes.double().cpu() @ matrix, dim=1)}
 
-    def ensemble(self, state: State) -> Tensor:
-        """Return w_c, (C, d), float32."""
 
-        def make() -> Tensor:
-            return (self.reliability(state).float()[:, :, None] * self.bridges(state)).sum(dim=1)
+class Ensemble(Fitted):
+    """The vectors of the classes, and how many of these can hardly win."""
 
-        ensemble: Tensor = state.derived("ensemble", make)
-        return ensemble
+    rule: BridgeRule
 
-    def bridges(self, state: State) -> Tensor:
+    @once
+    def reliability(self) -> Tensor:
+        """pi_c, (C, K_b)."""
+        return self.state.reliability
+
+    @once
+    def ensemble(self) -> Tensor:
+        """w_c, (C, d), float32."""
+        return (self.reliability.float()[:, :, None] * self.bridges()).sum(dim=1)
+
+    def bridges(self) -> Tensor:
         """Return b_c(alpha_k), (C, K_b, d), unit vectors in float32."""
+        state = self.state
         return bridge_prototypes(state.visual_prototypes.float(), state.text_embeds.float(), state.depths.float())
+
+    @once
+    def outvoted(self) -> int:
+        """How many classes' typical image is misclassified now, but classified correctly with the mean weights.
+
+        The typical image of a class is half-way between its v_c and the mean of all v_c. The count is 0 if images are
+        not closer to images of other classes than to the texts of their own, because scores of different depths are
+        then similar in size.
+        """
+        visual, classes = self.state.visual_prototypes.float(), self.state.classes
+        own_text = (visual * self.state.text_embeds.float()).sum(dim=1).mean()
+        others = (visual.sum(dim=0).square().sum() - classes) / max(1, classes * (classes - 1))
+        if others <= own_text:
+            return 0
+        typical, labels = (visual + visual.mean(dim=0)) / 2, torch.arange(classes, device=visual.device)
+        pooled = (self.reliability.float().mean(dim=0)[:, None] * self.bridges()).sum(dim=1)
+        wins, would_win = ((typical @ w.T).argmax(dim=1) == labels for w in (self.ensemble, pooled))
+        return int((~wins & would_win).sum())
+
+    @once
+    def warning(self) -> str:
+        if self.outvoted <= max(MOST_OUTVOTED, MOST_SHARE * self.state.classes):
+            return ""
+        return (
+            f"{self.outvoted} of {self.state.classes} classes can hardly be predicted: their reliable depths differ, "
+            "and images are closer to images than to texts. Use the classifier 'pooled_bridge' (PooledBridgeHead), "
+            "which has the same weights for all classes"
+        )
 
 
 class BridgeEnsembleHead(Classifier, rule=BridgeRule):
@@ -228,18 +238,18 @@ class BridgeEnsembleHead(Classifier, rule=BridgeRule):
 
     @torch.no_grad()
     def outvoted(self) -> int:
-        """Count the classes that can hardly be predicted; see `BridgeRule.outvoted`."""
-        return self.rule.outvoted(self.state)
+        """Count the classes that can hardly be predicted; see `bridge.Ensemble`."""
+        return self.rule.fitted(self.state).outvoted
 
     @property
     def ensemble_prototypes(self) -> Tensor:
         """w_c = sum_k pi_c(alpha_k) b_c(alpha_k), (C, d), float32; shorter than 1 by design."""
-        return self.rule.ensemble(self.state)
+        return self.rule.fitted(self.state).ensemble
 
     @torch.no_grad()
     def bridge_prototypes(self) -> Tensor:
         """Return b_c(alpha_k), (C, K_b, d), unit vectors in float32."""
-        return self.rule.bridges(self.state)
+        return self.rule.fitted(self.state).bridges()
 
     @torch.no_grad()
     def expected_depth(self) -> Tensor:

@@ -5,6 +5,8 @@ m_c = b + w_c (mu_c - b)                      b: mean of all mu_c,  w_c = n_c / 
 score = z' Sigma^-1 m_c - m_c' Sigma^-1 m_c / 2
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -24,7 +26,7 @@ from dulbe_peft.classifiers.covariance import (
 )
 from dulbe_peft.classifiers.groups import rows_by_group, some_left_out
 from dulbe_peft.classifiers.rule import LeftOut
-from dulbe_peft.classifiers.state import State
+from dulbe_peft.classifiers.state import Fitted, State, once
 from dulbe_peft.utils.settings import Weight
 
 MOST_JUDGED = 1000  # images of a task whose leave-one-out scores are computed
@@ -61,10 +63,8 @@ class LdaRule(ClassSums):
         "the spread within classes"
     )
 
-    def means(self, state: State) -> Tensor:
-        """Return mu_c, (C, d), float64."""
-        means: Tensor = state.derived("means", lambda: state.sums / state.counts.to(state.sums)[:, None])
-        return means
+    def fitted(self, state: State) -> Gaussians:
+        return Gaussians.of(self, state)
 
     def judged(
         self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None
@@ -84,7 +84,7 @@ class LdaRule(ClassSums):
 
         Without a group, everything changes, see `_without_group`.
         """
-        images, labels, means = images.to(state.sums), labels.to(state.sums.device), self.means(state)
+        images, labels, means = images.to(state.sums), labels.to(state.sums.device), self.fitted(state).means
         if groups is not None:
             found = images.new_zeros(len(images), state.classes)
             for rows in rows_by_group(groups.to(labels)):
@@ -92,10 +92,10 @@ class LdaRule(ClassSums):
             return found
         freedom, n = int(state.freedom), state.counts.to(labels.device)[labels].double()
         share = oas_shrinkage(state.scatter / freedom, freedom) if self.shrinkage == "oas" else float(self.shrinkage)
-        inverse = torch.linalg.inv(self.covariance(state))
+        inverse = torch.linalg.inv(self.fitted(state).covariance)
         away = images - means[labels]
-        left = self._drawn(means, means[labels] - away / (n - 1)[:, None], n - 1, int(state.counts.max()))
-        means = self._drawn(means, means, state.counts)
+        left = self.drawn(means, means[labels] - away / (n - 1)[:, None], n - 1, int(state.counts.max()))
+        means = self.drawn(means, means, state.counts)
         by_image, by_away = images @ inverse, away @ inverse
         across, turned, squares = by_image @ means.T, by_away @ means.T, (means @ inverse * means).sum(dim=1)
         squares = squares.expand_as(across).clone()
@@ -116,9 +116,7 @@ class LdaRule(ClassSums):
 
         which give s and Sigma; its inverse is that of `covariance.solved`.
         """
-        values, vectors, means = state.derived(
-            "eigenvectors", lambda: self._decomposed(state), of=("scatter", "sums", "counts")
-        )
+        values, vectors, means = self.fitted(state).eigenvectors
         images = images @ vectors
         means, counts, down = without_group(means, state.counts.to(means), images, labels)
         freedom, width = int(state.freedom) - len(images), len(values)
@@ -131,20 +129,11 @@ class LdaRule(ClassSums):
             share = found if self.shrinkage == "oas" else float(self.shrinkage)
             noise = (1 - share) / freedom * values + share * trace / freedom / width
             down = ((1 - share) / freedom) ** 0.5 * down
-        means = self._drawn(means, means, counts)
+        means = self.drawn(means, means, counts)
         by_means = solved(means, noise, down, -1)
         return images @ by_means.T - (by_means * means).sum(dim=1) / 2
 
-    def _decomposed(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the eigenvalues and eigenvectors of W, and the mu_c in their basis."""
-        values, vectors = torch.linalg.eigh(state.scatter)
-        return values.clamp_min(0), vectors, self.means(state) @ vectors
-
-    def covariance(self, state: State) -> Tensor:
-        """Return Sigma, (d, d), float64, shrunk."""
-        return shrunk_covariance(state.scatter, int(state.freedom), self.shrinkage, 1 / self.logit_scale)
-
-    def _drawn(self, every: Tensor, means: Tensor, counts: Tensor, most: int = 0) -> Tensor:
+    def drawn(self, every: Tensor, means: Tensor, counts: Tensor, most: int = 0) -> Tensor:
         """Return m_c for some means mu_c, (m, d), and their numbers of images, (m,), in float64.
 
         `every`, (C, d), are the means of all classes, and `most` is the largest number of images, by default that of
@@ -155,19 +144,46 @@ class LdaRule(ClassSums):
         return middle + confidence[:, None] * (means - middle)
 
     def scores(self, state: State, images: Tensor) -> Tensor:
-        weights, offsets = state.derived("solution", lambda: self._solve(state))
+        weights, offsets = self.fitted(state).solution
         return images @ weights - offsets
 
-    def _solve(self, state: State) -> tuple[Tensor, Tensor]:
-        factor, failed = torch.linalg.cholesky_ex(self.covariance(state))
+
+class Gaussians(Fitted):
+    """The Gaussians of the classes, and the discriminant that they give."""
+
+    rule: LdaRule
+    reads = ("sums", "counts", "scatter", "freedom")
+
+    @once
+    def means(self) -> Tensor:
+        """mu_c, (C, d), float64."""
+        return self.state.sums / self.state.counts.to(self.state.sums)[:, None]
+
+    @once
+    def covariance(self) -> Tensor:
+        """Sigma, (d, d), float64, shrunk."""
+        rule, state = self.rule, self.state
+        return shrunk_covariance(state.scatter, int(state.freedom), rule.shrinkage, 1 / rule.logit_scale)
+
+    @once
+    def eigenvectors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The eigenvalues and eigenvectors of W, and the mu_c in their basis."""
+        values, vectors = torch.linalg.eigh(self.state.scatter)
+        return values.clamp_min(0), vectors, self.means @ vectors
+
+    @once
+    def solution(self) -> tuple[Tensor, Tensor]:
+        """The weights, (d, C), and the offsets, (C,), of the scores; float32."""
+        factor, failed = torch.linalg.cholesky_ex(self.covariance)
         if failed:
             raise ValueError(
-                f"the covariance cannot be inverted with shrinkage {self.shrinkage!r}: use a larger value, or 'oas'"
+                f"the covariance cannot be inverted with shrinkage {self.rule.shrinkage!r}: use a larger value, or "
+                "'oas'"
             )
-        means = self._drawn(self.means(state), self.means(state), state.counts)
+        means = self.rule.drawn(self.means, self.means, self.state.counts)
         weights = torch.cholesky_solve(means.T, factor)
         offsets = (means * weights.T).sum(dim=1) / 2
-        return weights.float().to(state.device), offsets.float().to(state.device)
+        return weights.float().to(self.state.device), offsets.float().to(self.state.device)
 
 
 class LdaClassifier(Classifier, rule=LdaRule):
@@ -176,8 +192,8 @@ class LdaClassifier(Classifier, rule=LdaRule):
     @property
     def means(self) -> Tensor:
         """mu_c, (C, d), float64."""
-        return self.rule.means(self.state)
+        return self.rule.fitted(self.state).means
 
     def covariance(self) -> Tensor:
         """Return Sigma, (d, d), float64, shrunk."""
-        return self.rule.covariance(self.state)
+        return self.rule.fitted(self.state).covariance

@@ -42,7 +42,7 @@ from dulbe_peft.classifiers.calibration import (
 from dulbe_peft.classifiers.evidence import Evidence, Sums
 from dulbe_peft.classifiers.groups import in_parts, some_left_out, together
 from dulbe_peft.classifiers.rule import LeftOut, Rule
-from dulbe_peft.classifiers.state import State
+from dulbe_peft.classifiers.state import Fitted, State, once
 
 NEEDED = {"sums", "counts", "scatter", "freedom"}  # buffers, as in `ClassSums`
 MOST_JUDGED = 1000  # left-out images per task
@@ -60,32 +60,38 @@ _known: ContextVar[list[tuple[list[Tensor], Evidences]] | None] = ContextVar(
 SIGNS = ("known", "unknown", "products")
 
 
-def sums_of(rule: Rule, state: State) -> Sums | None:
-    """Return the sums that evidence needs, or None if the rule does not keep them or has learned nothing."""
-    width = rule.embed_dim
-    if not state.keys() >= NEEDED or not state.classes:
-        return None
+class Known(Fitted):
+    """What the evidence for known classes follows from."""
 
-    def make() -> Sums:
+    reads = ("sums", "counts", "scatter", "freedom", "text_embeds", "projection")
+
+    @once
+    def sums(self) -> Sums:
+        """The sums that evidence needs."""
+        state, width = self.state, self.rule.embed_dim
         counts, scatter = state.counts.to(state.sums), state.scatter[:width, :width]
         means = (state.sums / counts[:, None])[:, :width]
         texts = state.get("text_embeds")
         if texts is not None:
-            texts = rule.logit_scale * texts.to(means) if bool(texts.any(dim=1).all()) else None
-        if texts is not None and rule.text_dim:  # tau e'W u, which is tau e'z but for the length of W u
+            texts = self.rule.logit_scale * texts.to(means) if bool(texts.any(dim=1).all()) else None
+        if texts is not None and self.rule.text_dim:  # tau e'W u, which is tau e'z but for the length of W u
             texts = texts @ state.projection.to(texts)
         return Sums(means, counts, scatter, int(state.freedom), texts)
 
-    sums: Sums = state.derived("sums of novelty", make)
-    return sums
+    @once
+    def evidence(self) -> Evidence:
+        return Evidence(self.sums)
+
+
+def sums_of(rule: Rule, state: State) -> Sums | None:
+    """Return the sums that evidence needs, or None if the rule does not keep them or has learned nothing."""
+    return Known.of(rule, state).sums if state.keys() >= NEEDED and state.classes else None
 
 
 def novelty(rule: Rule, state: State, tasks: Sequence[TaskNovelty], images: Tensor, scores: Tensor) -> Tensor:
     """Return the novelty, (n,), float64, of unit features, (n, d), with their calibrated logits, (n, C)."""
-    sums = sums_of(rule, state)
-    assert sums is not None
-    evidence: Evidence = state.derived("evidence", lambda: Evidence(sums))
-    values = signs(evidence(images), scores.to(sums.means), by_text(images, sums))
+    known = Known.of(rule, state)
+    values = signs(known.evidence(images), scores.to(known.sums.means), by_text(images, known.sums))
     return values @ weights_of(tasks).to(values)
 
 

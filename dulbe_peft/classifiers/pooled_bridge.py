@@ -41,6 +41,8 @@ earlier ones.
 If all classes are alike and have many images, and one depth classifies them with certainty, this is the paper's head.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,11 +51,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.bridge import BridgeEnsembleHead, BridgeRule
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead, BridgeRule, Ensemble
 from dulbe_peft.classifiers.geodesics import own_probabilities
 from dulbe_peft.classifiers.groups import some_left_out, sums_of_groups, together
 from dulbe_peft.classifiers.rule import LeftOut
-from dulbe_peft.classifiers.state import Layout, State, per_class
+from dulbe_peft.classifiers.state import Layout, State, once, per_class
 
 # Chosen on held-out training images of Cars, ImageNet, CIFAR-10, DTD and Aircraft with CLIP's features.
 USUAL_DECLINE = 4.0  # decline of the reliability away from the usual depth; 2 and 8 cost 0.1 and 0.2 points
@@ -118,7 +120,7 @@ class PooledBridgeRule(BridgeRule):
         several = changes["counts"][labels] > 1
         images, own, place = images[several], labels[several], labels.to(state.confidence.device)
         scores = self.own_scores(after, images, own)
-        told = own_probabilities(images, own, self.bridges(after), scores, self.logit_scale)
+        told = own_probabilities(images, own, self.fitted(after).bridges(), scores, self.logit_scale)
         return changes | {
             "confidence": kept["confidence"].index_add(0, own.to(place), told.to(kept["confidence"])),
             "left_out_counts": kept["left_out_counts"] + own.bincount(minlength=len(kept["counts"])),
@@ -148,7 +150,11 @@ class PooledBridgeRule(BridgeRule):
 
     def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the scores of learned images, each without its group in its class; the depth weights stay."""
-        own = self.logit_scale * self.own_scores(state, images, labels, groups) @ self.depth_weights(state).to(images)
+        own = (
+            self.logit_scale
+            * self.own_scores(state, images, labels, groups)
+            @ self.fitted(state).depth_weights.to(images)
+        )
         return self.scores(state, images).scatter(1, labels[:, None], own[:, None])
 
     def judged(
@@ -173,15 +179,11 @@ class PooledBridgeRule(BridgeRule):
             rows = (counts[labels] > together(labels, of)).nonzero()[:, 0]
             own, part = labels[rows], None if of is None else of.to(labels)[rows]
             scores = self.own_scores(state, images[rows], own, part)
-            each = own_probabilities(images[rows], own, self.bridges(state), scores, self.logit_scale)
+            each = own_probabilities(images[rows], own, self.fitted(state).bridges(), scores, self.logit_scale)
             place = own.to(state.confidence.device)
             told["confidence"] = told["confidence"].index_add(0, place, sign * each.to(state.confidence))
             told["left_out_counts"] = told["left_out_counts"] + sign * place.bincount(minlength=state.classes)
         return told
-
-    def outvoted(self, state: State) -> int:
-        """Return 0, because all classes have the same depth weights."""
-        return 0
 
     def merged(self, state: State, other: State, places: Tensor) -> dict[str, Tensor]:
         """Return the added sums; each side's probabilities of left-out images stay those among its own classes."""
@@ -203,24 +205,39 @@ class PooledBridgeRule(BridgeRule):
         changes = super().added_views(state, views, labels, new, number)
         return {name: changes[name] for name in ("visual_prototypes", "counts", "lengths")}
 
-    def depth_weights(self, state: State) -> Tensor:
-        """Return pi, (K_b,), float64."""
-        weights: Tensor = state.derived("depth_weights", lambda: self._weigh_depths(state))
-        return weights
+    def fitted(self, state: State) -> Depths:
+        return Depths.of(self, state)
 
-    def reliability(self, state: State) -> Tensor:
-        """Return pi for every class, (C, K_b), float32; all rows are equal."""
-        return self.depth_weights(state).float().to(state.device).expand(state.classes, -1)
 
-    def _weigh_depths(self, state: State) -> Tensor:
-        usual, counts = self.usual_reliability(state), state.left_out_counts[:, None].to(state.confidence)
+class Depths(Ensemble):
+    """The depth weights that all classes have."""
+
+    rule: PooledBridgeRule
+
+    @once
+    def outvoted(self) -> int:
+        """0, because all classes have the same depth weights."""
+        return 0
+
+    @once
+    def reliability(self) -> Tensor:
+        """pi for every class, (C, K_b), float32; all rows are equal."""
+        return self.depth_weights.float().to(self.state.device).expand(self.state.classes, -1)
+
+    @once
+    def depth_weights(self) -> Tensor:
+        """pi, (K_b,), float64."""
+        state, usual = self.state, self.usual_reliability
+        counts = state.left_out_counts[:, None].to(state.confidence)
         told = _among_all(state, state.confidence / counts.clamp_min(1))
         rho = ((counts * told + USUAL_IMAGES * usual) / (counts + USUAL_IMAGES)).mean(dim=0)
-        unit = max(self.reliability_temperature * float(rho.max()), torch.finfo(rho.dtype).tiny)
+        unit = max(self.rule.reliability_temperature * float(rho.max()), torch.finfo(rho.dtype).tiny)
         return ((rho - rho.max()) / unit).softmax(dim=0)
 
-    def usual_reliability(self, state: State) -> Tensor:
-        """Return rho_usual at every depth, (K_b,), float64: the expected reliability of a class with one image."""
+    @once
+    def usual_reliability(self) -> Tensor:
+        """rho_usual at every depth, (K_b,), float64: the expected reliability of a class with one image."""
+        state = self.state
         depths, classes = state.depths.to(state.confidence), state.classes
         each = _among_all(state, (state.text_confidence / state.counts.to(state.text_confidence))[:, None])
         by_text = max(float(each.mean()), LEAST)
@@ -241,9 +258,9 @@ class PooledBridgeHead(BridgeEnsembleHead, rule=PooledBridgeRule):
     @property
     def depth_weights(self) -> Tensor:
         """pi, (K_b,), float64."""
-        return self.rule.depth_weights(self.state)
+        return self.rule.fitted(self.state).depth_weights
 
     @property
     def reliability(self) -> Tensor:
         """pi for every class, (C, K_b), float32; all rows are equal."""
-        return self.rule.reliability(self.state)
+        return self.rule.fitted(self.state).reliability

@@ -1,5 +1,7 @@
 """The nearest-class-mean classifier: each class is the direction of its mean image feature."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +13,7 @@ from torch.nn import functional as F
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions
 from dulbe_peft.classifiers.rule import Rule, sums_without
-from dulbe_peft.classifiers.state import Layout, State, per_class
+from dulbe_peft.classifiers.state import Fitted, Layout, State, once, per_class
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,11 @@ class PrototypeRule(Rule):
         check_directions(changes["sums"][[label]], [state.class_names[label]])
         return changes
 
-    def visual_prototypes(self, state: State) -> Tensor:
-        """Return v_c, (C, d), float32 unit vectors."""
-        prototypes: Tensor = state.derived(
-            "prototypes", lambda: F.normalize(state.sums, dim=1).float().to(state.device)
-        )
-        return prototypes
+    def fitted(self, state: State) -> Prototypes:
+        return Prototypes.of(self, state)
 
     def scores(self, state: State, images: Tensor) -> Tensor:
-        return self.logit_scale * images @ self.visual_prototypes(state).T
+        return self.logit_scale * images @ self.fitted(state).visual_prototypes.T
 
     def without_group(self, state: State, images: Tensor, labels: Tensor) -> State:
         sums = state.sums.index_add(0, labels.to(state.sums.device), -images.to(state.sums))
@@ -73,10 +71,19 @@ class PrototypeRule(Rule):
         return {"sums": directions * state.sums.norm(dim=1, keepdim=True)}
 
 
+class Prototypes(Fitted):
+    """The class means."""
+
+    @once
+    def visual_prototypes(self) -> Tensor:
+        """v_c, (C, d), float32 unit vectors."""
+        return F.normalize(self.state.sums, dim=1).float().to(self.state.device)
+
+
 class PrototypeClassifier(Classifier, rule=PrototypeRule):
     rule: PrototypeRule
 
     @property
     def visual_prototypes(self) -> Tensor:
         """v_c, (C, d), float32 unit vectors."""
-        return self.rule.visual_prototypes(self.state)
+        return self.rule.fitted(self.state).visual_prototypes

@@ -6,7 +6,7 @@ logits = tau w_c h' W
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from dulbe_peft.classifiers.ridge import RidgeClassifier, RidgeRegression
-from dulbe_peft.classifiers.state import State
+from dulbe_peft.classifiers.state import Fitted, State, computing
 from dulbe_peft.utils.settings import Positive
 from dulbe_peft.utils.tensors import from_array
 
@@ -30,6 +30,24 @@ def random_layer(seed: int, width: int, features: int) -> torch.Tensor:
     """Return R, (width, features), float64, which is the same for a seed in every version of NumPy and PyTorch."""
     # RandomState draws the same numbers in all versions of NumPy. PyTorch does not guarantee this for its generators.
     return from_array(np.random.RandomState(seed).standard_normal((width, features)))
+
+
+class RandomLayer(Fitted):
+    """The `layer` of a rule, which depends on its settings alone, in the types and on the devices that are used."""
+
+    reads = ()
+
+    def __init__(self, rule: Any, state: State) -> None:
+        super().__init__(rule, state)
+        self.layers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def at(self, images: Tensor) -> Tensor:
+        """Return the layer, (d, M), in the type and on the device of the images."""
+        kind = images.dtype, images.device
+        if kind not in self.layers:
+            with computing():
+                self.layers[kind] = self.rule.layer().to(images)
+        return self.layers[kind]
 
 
 @dataclass(frozen=True)
@@ -78,15 +96,15 @@ class RanpacRule(RidgeRegression):
         return {}
 
     def lifted(self, state: State, images: Tensor) -> Tensor:
-        layer = state.derived(f"layer {images.dtype} {images.device}", lambda: self._layer().to(images), of=())
-        return (images @ layer).relu()
+        return (images @ RandomLayer.of(self, state).at(images)).relu()
 
-    def _layer(self) -> Tensor:
+    def layer(self) -> Tensor:
+        """Return R, (embed_dim, M), float64."""
         return random_layer(self.seed, self.embed_dim, self.features)
 
     def formula(self, state: State) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-        weight = self.logit_scale * self.solution(state)
-        return random_ridge, {"projection": self._layer().to(weight), "weight": weight}
+        weight = self.logit_scale * self.fitted(state).solution
+        return random_ridge, {"projection": self.layer().to(weight), "weight": weight}
 
 
 class RanpacClassifier(RidgeClassifier, rule=RanpacRule):

@@ -4,6 +4,8 @@ W = (G + lambda I)^-1 C        G = sum of h h',   column c of C = sum of h over 
 logits = tau w_c h' W          w_c = (mean n / n_c)^3/4, because column c of C grows with n_c
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -15,7 +17,7 @@ from torch.nn import functional as F
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.groups import rows_by_group
 from dulbe_peft.classifiers.rule import Rule, sums_without
-from dulbe_peft.classifiers.state import Layout, State, per_class, shared
+from dulbe_peft.classifiers.state import Fitted, Layout, State, once, per_class, shared
 from dulbe_peft.utils.settings import Positive
 
 RIDGES = [10.0 ** (exponent / 2) for exponent in range(-8, 5)]
@@ -102,7 +104,7 @@ class RidgeRegression(Rule):
         return self.unit * (RIDGES[int(state.errors.argmin())] if state.errors.any() else 1.0)
 
     def scores(self, state: State, images: Tensor) -> Tensor:
-        return self.logit_scale * self.lifted(state, images) @ self.solution(state)
+        return self.logit_scale * self.lifted(state, images) @ self.fitted(state).solution
 
     def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the leave-one-out scores (f - l y) / (1 - l), weighted by w_c.
@@ -114,7 +116,7 @@ class RidgeRegression(Rule):
         if groups is not None:
             return self._groups_left_out(state, images, labels, groups)
         sums = state.sums
-        rows, factor, labels = self.lifted(state, images.to(sums)), self._factor(state), labels.to(sums.device)
+        rows, factor, labels = self.lifted(state, images.to(sums)), self.fitted(state).factor, labels.to(sums.device)
         by = torch.cholesky_solve(rows.T, factor).T
         scores, leverage = by @ sums.T, (by * rows).sum(dim=1, keepdim=True).clamp_max(1 - 1e-9)
         truth = torch.zeros_like(scores).scatter(1, labels[:, None], 1.0)
@@ -125,7 +127,7 @@ class RidgeRegression(Rule):
 
     def _groups_left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor) -> Tensor:
         rows, labels = self.lifted(state, images.to(state.sums)), labels.to(state.sums.device)
-        by = torch.cholesky_solve(rows.T, self._factor(state)).T
+        by = torch.cholesky_solve(rows.T, self.fitted(state).factor).T
         scores, truth = by @ state.sums.T, F.one_hot(labels, state.classes).to(rows)
         counts = state.counts.to(scores)
         for of in rows_by_group(groups.to(labels)):
@@ -136,19 +138,26 @@ class RidgeRegression(Rule):
             scores[of] *= self.logit_scale * class_weights(state.counts).to(scores) * fewer
         return scores
 
-    def solution(self, state: State) -> Tensor:
-        """Return W, (M, C), float32, times the weight of each class."""
+    def fitted(self, state: State) -> Solution:
+        return Solution.of(self, state)
 
-        def solve() -> Tensor:
-            weights = class_weights(state.counts).to(state.sums)
-            return (weights * torch.cholesky_solve(state.sums.T, self._factor(state))).float().to(state.device)
 
-        solution: Tensor = state.derived("solution", solve)
-        return solution
+class Solution(Fitted):
+    """The solution of a ridge regression."""
 
-    def _factor(self, state: State) -> Tensor:
-        """Return the Cholesky factor of G + lambda I. lambda is raised if rounding made the matrix indefinite."""
-        gram, ridge = _gram(state), self.strength(state)
+    rule: RidgeRegression
+
+    @once
+    def solution(self) -> Tensor:
+        """W, (M, C), float32, times the weight of each class."""
+        state = self.state
+        weights = class_weights(state.counts).to(state.sums)
+        return (weights * torch.cholesky_solve(state.sums.T, self.factor)).float().to(state.device)
+
+    @once
+    def factor(self) -> Tensor:
+        """The Cholesky factor of G + lambda I. lambda is raised if rounding made the matrix indefinite."""
+        gram, ridge = _gram(self.state), self.rule.strength(self.state)
         identity = torch.eye(len(gram)).to(gram)
         factor, failed = torch.linalg.cholesky_ex(gram + ridge * identity)
         while failed:  # G rounded to float32 can have slightly negative eigenvalues

@@ -9,6 +9,7 @@
         tensors                          which tensors are kept: `per_class` (one row per class) and `shared`
         added                            new values of the tensors after learning further images
         scores                           unit features to scores
+        fitted                           what follows from the tensors and is computed once, if anything takes long
         formula                          the scores in plain PyTorch, if they are not linear in the features
 
 A rule holds settings only. Its functions take the tensors as a `State`, and return new ones without changing anything.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from annotated_types import Ge, Le
@@ -27,11 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.checks import random_features, same_scores
-from dulbe_peft.classifiers.state import Layout, State, per_class, shared
+from dulbe_peft.classifiers.state import Fitted, Layout, State, per_class, shared
 from dulbe_peft.utils.settings import LEAST, check_settings, documented, setting
-
-if TYPE_CHECKING:
-    from dulbe_peft.classifiers.calibration import TaskTemperature
 
 TextDim = Annotated[int, Ge(0)]
 LogitScale = Annotated[float, Ge(LEAST), Le(1e30)]  # logits stay finite in float32
@@ -169,6 +167,10 @@ class Rule:
             changes["freedom"] = state.freedom + len(labels) - len(new)
         return changes
 
+    def fitted(self, state: State) -> Fitted:
+        """Return what follows from the tensors, such as a solved equation, each part computed once; see `Fitted`."""
+        return Fitted.of(self, state)
+
     def scores(self, state: State, images: Tensor) -> Tensor:
         """Return the scores, (n, C) in float32, of unit features, (n, d) in float32. The default uses `formula`."""
         function, tensors = self.formula(state)
@@ -192,21 +194,6 @@ class Rule:
                 "override formula(): write it, or export as onnx, which does not need it"
             )
         return linear, {"weight": weight, "bias": bias}
-
-    def solved(self, state: State) -> dict[str, Tensor]:
-        """Return tensors in float32 that take long to compute from the others, and are therefore saved with them.
-
-        Rules cache them as `state.derived("solved", ...)`.
-        """
-        return {}
-
-    def solved_shapes(self, classes: int) -> list[dict[str, tuple[int, ...]]]:
-        """Return the possible shapes of `solved` for a number of classes."""
-        return []
-
-    def settled(self, state: State) -> dict[str, object]:
-        """Return the derived values that stay the same if learned images are left out, such as chosen settings."""
-        return {}
 
     def chosen(self, state: State, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Choose values of tensors on held-out images of new classes, which `state` has not learned.
@@ -259,20 +246,6 @@ class Rule:
             rest = self.without_group(state, images[rows], labels[rows])
             found[rows] = (scores or self.scores)(rest, images[rows].float()).to(found)
         return found
-
-    def temperature(self, state: State, tasks: Sequence[TaskTemperature]) -> float:
-        """Return T of the probabilities from the records of the tasks."""
-        from dulbe_peft.classifiers.calibration import temperature
-
-        return temperature(tasks, state.classes)
-
-    def calibrated(self, state: State) -> bool:
-        """Return whether anything besides the records of the tasks determines the temperature."""
-        return False
-
-    def warning(self, state: State) -> str:
-        """Return a sentence that is warned with once, after images were learned, or ""."""
-        return ""
 
     def merged(self, state: State, other: State, places: Tensor) -> dict[str, Tensor]:
         """Return the tensors' new values after merging those of another classifier with the same settings.

@@ -101,7 +101,8 @@ def read(
             layouts = rule.layouts()
             empty = {name: torch.empty(shape) for name, shape in shapes.items()}
         check_shapes(layouts, {name: tuple(t.shape) for name, t in rule.upgraded(empty, number).items()}, number)
-        if solved_shapes and solved_shapes not in (known := rule.solved_shapes(number)):
+        known = rule.fitted(State(layouts, empty, config.class_names)).solved_shapes
+        if solved_shapes and solved_shapes not in known:
             raise ValueError(f"the tensors {SOLVED!r} must have one of the shapes {known}, got {solved_shapes}")
         contents = read_tensors(tensors_file)[0]
         tensors, solved = _parted(contents)

@@ -1,9 +1,12 @@
-"""The tensors that a classifier keeps, their layout, and what was computed from them."""
+"""The tensors that a classifier keeps, their layout, and what follows from them."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, overload
 
 import torch
 from torch import Tensor, distributed
@@ -12,6 +15,10 @@ from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.tensors import has_values, identity, is_finite
 from dulbe_peft.utils.torch_settings import float32_by_default, one_thread
 
+if TYPE_CHECKING:
+    from dulbe_peft.classifiers.rule import Rule
+
+T_co = TypeVar("T_co", covariant=True)
 CLASSES = ".classes"  # contains a dot, so it cannot be the name of a tensor
 MOST_IMAGES = 2**40  # images of one class, so that sums over all classes stay far below the largest int64
 
@@ -65,24 +72,13 @@ def shared(*shape: int, dtype: torch.dtype = torch.float32, start: Tensor | None
     return Layout(shape if start is None else tuple(start.shape), dtype if start is None else start.dtype, start)
 
 
-class Derived(NamedTuple):
-    """A value that was computed from tensors, and the key of these tensors.
-
-    The tensors are stored, too, because ids of deleted tensors could be used again.
-    """
-
-    of: tuple[str, ...] | None
-    key: tuple[object, ...]
-    sources: tuple[Tensor, ...]
-    value: Any
-
-
 class State(Mapping[str, Tensor]):
     """The tensors of a classifier by name, also as attributes, and its class names. Nothing changes them.
 
     Attributes:
         layouts: The layout of each tensor.
         class_names: All seen classes, in the order in which they were learned.
+        fitted: What follows from the tensors, as far as it was asked for; see `Fitted.of`.
     """
 
     def __init__(
@@ -90,10 +86,10 @@ class State(Mapping[str, Tensor]):
         layouts: Mapping[str, Layout],
         tensors: Mapping[str, Tensor],
         class_names: Sequence[str],
-        derived: dict[str, Derived] | None = None,
+        fitted: dict[type[Fitted], Fitted] | None = None,
     ) -> None:
         self.layouts, self._tensors, self.class_names = layouts, tensors, class_names
-        self._derived: dict[str, Derived] = {} if derived is None else derived
+        self.fitted: dict[type[Fitted], Fitted] = {} if fitted is None else fitted
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("_") or name not in self._tensors:
@@ -120,35 +116,10 @@ class State(Mapping[str, Tensor]):
         tensors = list(self.values())
         return next((tensor for tensor in tensors if tensor.dtype != torch.float64), tensors[0]).device
 
-    def derived(self, name: str, make: Callable[[], object], of: Collection[str] | None = None) -> Any:
-        """Return what `make` computes, and cache it until one of the tensors `of`, by default any, changes."""
-        if not has_values():  # while a graph is exported, which computes the value itself
-            return make()
-        cached = self._derived.get(name)
-        if cached is None or cached.key != self._key(of):
-            # A tensor made in inference mode could not be used in training later.
-            with torch.inference_mode(False), torch.no_grad(), one_thread(), float32_by_default():
-                value = make()
-            self.keep_derived(name, value, of)
-            return value
-        return cached.value
-
-    def keep_derived(self, name: str, value: object, of: Collection[str] | None = None) -> None:
-        """Let `derived` return this value until a tensor changes."""
-        sources = tuple(self[each] for each in self._sources(of))
-        self._derived[name] = Derived(None if of is None else tuple(of), self._key(of), sources, value)
-
-    def _sources(self, of: Collection[str] | None) -> list[str]:
-        return [name for name in self if of is None or name in of]
-
-    def _key(self, of: Collection[str] | None) -> tuple[object, ...]:
-        tensors = [self[name] for name in self._sources(of)]
-        return identity(tensors, samples=distributed.is_available() and distributed.is_initialized())
-
-    def replaced(self, changes: Mapping[str, Tensor], class_names: Sequence[str] | None = None) -> "State":
+    def replaced(self, changes: Mapping[str, Tensor], class_names: Sequence[str] | None = None) -> State:
         """Return a state with other values of some tensors, in the types and on the devices of the present ones."""
         new = {name: value.to(self[name].dtype).to(self[name].device) for name, value in changes.items()}
-        kept = {n: each for n, each in self._derived.items() if each.of is not None and not new.keys() & set(each.of)}
+        kept = {kind: each for kind, each in self.fitted.items() if not new.keys() & each.state.keys()}
         names = self.class_names if class_names is None else class_names
         return State(self.layouts, {**self, **new}, names, kept)
 
@@ -210,6 +181,98 @@ class State(Mapping[str, Tensor]):
                 raise ValueError(
                     f"{layout.axes[0]} adds up to {int(counts.sum())}, but {name} has {len(self[name])} rows"
                 )
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """Compute what is kept. A tensor made in inference mode could not be used in training later."""
+    with torch.inference_mode(False), torch.no_grad(), one_thread(), float32_by_default():
+        yield
+
+
+class once(Generic[T_co]):
+    """A property of `Fitted` that is computed when it is first read."""
+
+    def __init__(self, make: Callable[[Any], T_co]) -> None:
+        self.make, self.name, self.__doc__ = make, make.__name__, make.__doc__
+
+    @overload
+    def __get__(self, fitted: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, fitted: object, owner: type) -> T_co: ...
+    def __get__(self, fitted: object | None, owner: type) -> T_co | Self:
+        if fitted is None:
+            return self
+        with computing():
+            value = self.make(fitted)
+        vars(fitted)[self.name] = value  # is found before this property from now on
+        return value
+
+
+class Fitted:
+    """What follows from the tensors of a state: chosen settings, solved equations, a temperature.
+
+    `Rule.fitted` returns it. For values of its own, a rule derives a class with a property for each, computed `once`.
+
+    Attributes:
+        reads: Names of the tensors that it is computed from; None means all. It is kept until one of them changes.
+        rule: The rule.
+        state: The state, with these tensors only.
+    """
+
+    reads: ClassVar[tuple[str, ...] | None] = None
+
+    def __init__(self, rule: Any, state: State) -> None:
+        kept = {name: state[name] for name in state if self.reads is None or name in self.reads}
+        self.rule: Any = rule
+        self.state = State(state.layouts, kept, state.class_names)
+        # The key changes if a tensor is replaced or written to; the tensors are kept, so that ids stay unique.
+        samples = distributed.is_available() and distributed.is_initialized()
+        self.key = identity(kept.values(), samples) if has_values() else ()
+
+    @classmethod
+    def of(cls, rule: Rule, state: State) -> Self:
+        """Return what follows from a state, which is kept there until a tensor changes."""
+        new, old = cls(rule, state), state.fitted.get(cls)
+        if not has_values():  # while a graph is exported, which computes the values itself
+            return new
+        if not isinstance(old, cls) or old.rule is not rule or old.key != new.key:
+            state.fitted[cls] = old = new
+        return old
+
+    def keep(self, **values: object) -> Self:
+        """Set properties that are already known; return this object."""
+        vars(self).update(values)
+        return self
+
+    def after(self, state: State) -> Self:
+        """Return what follows from a state without some images, with the choices that were made with these images."""
+        return self.of(self.rule, state)
+
+    @once
+    def temperature(self) -> float | None:
+        """T of the probabilities; None if it is fitted to the records of the tasks."""
+        return None
+
+    @once
+    def calibrated(self) -> bool:
+        """Whether anything besides these records determines the temperature."""
+        return False
+
+    @once
+    def warning(self) -> str:
+        """A sentence that is warned with once, after images were learned, or ""."""
+        return ""
+
+    @once
+    def solved(self) -> dict[str, Tensor]:
+        """Tensors in float32 that take long to compute from the others, and are therefore saved with them."""
+        return {}
+
+    @once
+    def solved_shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        """The shapes that `solved` can have for this number of classes."""
+        return []
 
 
 def check_shapes(layouts: Mapping[str, Layout], shapes: Mapping[str, tuple[int, ...]], classes: int) -> None:

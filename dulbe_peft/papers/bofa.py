@@ -110,7 +110,7 @@ class BofaRule(PrototypeRule):
 
     def prototypes(self, state: State) -> Tensor:
         """Return p_c, (C, d), float32."""
-        return torch.lerp(state.text_embeds.float(), self.visual_prototypes(state), state.image_weight.float())
+        return torch.lerp(state.text_embeds.float(), self.fitted(state).visual_prototypes, state.image_weight.float())
 
     def scores(self, state: State, images: Tensor) -> Tensor:
         return self.logit_scale * images @ self.prototypes(state).T

@@ -8,6 +8,8 @@ loss: cross-entropy over samples, images and all seen classes
       + 0.001 x mean over the task's classes of KL(q_c, N(0, I))
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.state import Layout, State, shared
+from dulbe_peft.classifiers.state import Fitted, Layout, State, once, shared
 from dulbe_peft.papers.fitting import ReplayedMeans, fit, minibatches, stand_ins, task_generator
 from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
@@ -120,12 +122,24 @@ class Clap4ClipRule(ReplayedMeans):
             train(F.normalize(rows, dim=1), classes, adapters, TUNED, TUNING * self.learning_rate, 0)
         return changes | {"guide": guide.detach(), "adapters": torch.stack(adapters).detach()}
 
-    def _weight(self, state: State) -> Tensor:
-        guided = guided_texts(state.guide.float(), state.text_embeds.float(), state.means.float(), state.task)
-        return self.logit_scale * (guided + text_gaussians(state.adapters.float(), guided, state.task)[0])
-
     def scores(self, state: State, images: Tensor) -> Tensor:
-        return images @ state.derived("weight", lambda: self._weight(state)).T
+        return images @ self.fitted(state).weight.T
+
+    def fitted(self, state: State) -> ShiftedTexts:
+        return ShiftedTexts.of(self, state)
+
+
+class ShiftedTexts(Fitted):
+    """The texts of the classes, shifted by the means of their Gaussians."""
+
+    rule: Clap4ClipRule
+
+    @once
+    def weight(self) -> Tensor:
+        """tau (t_c + E[u_c]), (C, d), float32."""
+        state = self.state
+        guided = guided_texts(state.guide.float(), state.text_embeds.float(), state.means.float(), state.task)
+        return self.rule.logit_scale * (guided + text_gaussians(state.adapters.float(), guided, state.task)[0])
 
 
 def decoder(width: int) -> nn.TransformerDecoderLayer:

@@ -10,6 +10,8 @@ cross-entropy - mean over concepts k of cos_k + 0.001 (0.99 |W|_1 + 0.01 |W|^2 /
 cos_k = cosine over the batch of (e_k . x)^3 and (E x)_k^3     e_k: embedding of text k
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.state import Layout, State, per_class
+from dulbe_peft.classifiers.state import Fitted, Layout, State, once, per_class
 from dulbe_peft.papers.fitting import KeptGaussians, fit, minibatches, task_generator, uniform
 from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight, check_int
@@ -94,7 +96,19 @@ class ClgCbmRule(KeptGaussians):
         return kept | {"bottleneck": bottleneck.detach(), "weight": weight.detach()}
 
     def scores(self, state: State, images: Tensor) -> Tensor:
-        return images @ state.derived("product", lambda: (state.weight.float() @ state.bottleneck.float()).T)
+        return images @ self.fitted(state).weight
+
+    def fitted(self, state: State) -> Product:
+        return Product.of(self, state)
+
+
+class Product(Fitted):
+    """The product of the two layers."""
+
+    @once
+    def weight(self) -> Tensor:
+        """(W E)', (d, C), float32."""
+        return (self.state.weight.float() @ self.state.bottleneck.float()).T
 
 
 class ClgCbmClassifier(Classifier, rule=ClgCbmRule):

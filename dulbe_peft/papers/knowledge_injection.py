@@ -14,6 +14,8 @@ j = i, where i and j run over the batch, the loss is
 The last term uses only the features of new images.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.rule import Rule
-from dulbe_peft.classifiers.state import Layout, State, per_class, shared
+from dulbe_peft.classifiers.state import Fitted, Layout, State, once, per_class, shared
 from dulbe_peft.papers.fitting import class_means, fit, minibatches, task_generator, uniform
 from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight
@@ -145,11 +147,29 @@ class EngineRule(Rule):
         return LENGTH * state.means.cpu()[classes] + self.noise * noise, classes
 
     def formula(self, state: State) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-        return injected, state.derived("formula", lambda: self._formula_tensors(state))
+        return injected, self.fitted(state).tensors
 
-    def _formula_tensors(self, state: State) -> dict[str, Tensor]:
-        precision, classes = self.precision(state), len(state.means)
-        directions = state.means @ precision
+    def fitted(self, state: State) -> Injection:
+        return Injection.of(self, state)
+
+
+class Injection(Fitted):
+    """The mapped texts and the discriminant."""
+
+    rule: EngineRule
+
+    @once
+    def precision(self) -> Tensor:
+        """P, (d, d), float64. It is 0 while no class has two different images."""
+        state, width = self.state, self.rule.embed_dim
+        more = state.scatter.trace() / max(1, int(state.images) - 1) * torch.eye(width).to(state.scatter)
+        return width * torch.linalg.pinv(state.scatter + more, hermitian=True)
+
+    @once
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of `injected`."""
+        rule, state, classes = self.rule, self.state, len(self.state.means)
+        directions = state.means @ self.precision
         offsets = -(directions * state.means).sum(dim=1) / 2 - math.log(classes)
         # P may exceed the range of half precision. Dividing by a constant does not change g / |g|.
         largest = directions.abs().max().clamp(min=1)
@@ -157,16 +177,11 @@ class EngineRule(Rule):
         return {
             "unit": LENGTH * unit[:, :-1],
             "shift": unit[:, -1],
-            "texts": self.logit_scale * (1 - self.discriminant) * texts,
+            "texts": rule.logit_scale * (1 - rule.discriminant) * texts,
             "directions": (directions / largest).float().to(state.device),
             "offsets": (offsets / largest).float().to(state.device),
-            "share": torch.tensor(self.logit_scale * self.discriminant, device=state.device),
+            "share": torch.tensor(rule.logit_scale * rule.discriminant, device=state.device),
         }
-
-    def precision(self, state: State) -> Tensor:
-        """Return P, (d, d), float64. It is 0 while no class has two different images."""
-        more = state.scatter.trace() / max(1, int(state.images) - 1) * torch.eye(self.embed_dim).to(state.scatter)
-        return self.embed_dim * torch.linalg.pinv(state.scatter + more, hermitian=True)
 
 
 def contrast(p: Tensor, q: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ t~ = LN(t + O sum_s softmax_s((Q t) . (K s) / sqrt(d)) V s + o)    for each toke
 score = tau (cos(x, w_c) + cos(x~, p~_c) + cos(x~, w~_c))          loss: the sum of the three terms' cross-entropies
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.state import Layout, State, shared
+from dulbe_peft.classifiers.state import Fitted, Layout, State, once, shared
 from dulbe_peft.papers.fitting import ReplayedMeans, fit, minibatches, stand_ins, task_generator
 from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
@@ -185,11 +187,23 @@ class ProofRule(ReplayedMeans):
         return initial | {"out_shift": uniform(width) if first else state.out_shift}
 
     def formula(self, state: State) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-        return projected_fusion, state.derived("formula", lambda: self._formula_tensors(state))
+        return projected_fusion, self.fitted(state).tensors
 
-    def _formula_tensors(self, state: State) -> dict[str, Tensor]:
-        tokens = state.text_embeds.float(), state.means.float(), state.prompts.float().view(-1, self.embed_dim)
-        return fusion_tensors(*tokens, self.logit_scale, {name: state[name].float() for name in NUMBERS})
+    def fitted(self, state: State) -> Fusion:
+        return Fusion.of(self, state)
+
+
+class Fusion(Fitted):
+    """The fusion of the texts and class means of all tasks."""
+
+    rule: ProofRule
+
+    @once
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of `projected_fusion`."""
+        state, rule = self.state, self.rule
+        tokens = state.text_embeds.float(), state.means.float(), state.prompts.float().view(-1, rule.embed_dim)
+        return fusion_tensors(*tokens, rule.logit_scale, {name: state[name].float() for name in NUMBERS})
 
 
 @dataclass(frozen=True)

@@ -236,6 +236,5 @@ def scores_with(classifier: Classifier, sums: Sums, images: Tensor) -> Tensor:
     state = classifier.state
     changes = {"sums": sums.means * sums.counts[:, None], "counts": sums.counts, "scatter": sums.scatter}
     left = state.replaced(changes | {"freedom": torch.full_like(state.freedom, sums.freedom)})
-    for name, value in classifier.rule.settled(state).items():
-        left.keep_derived(name, value)
+    classifier.rule.fitted(state).after(left)
     return classifier.rule.scores(left, images.float().to(state.device)).cpu().float()

@@ -333,7 +333,7 @@ def test_left_out_image_after_which_no_class_has_two_images(groups):
     """The fit without it is that of one image of each class, which the closed form does not contain."""
     images, labels = photos([2, 1, 1, 1, 1])
     classifier, (twin, _) = taught(images, labels, features=0, kappa=4.0), without_wrong_names(images, labels)
-    unit, of = classifier.rule.unit_score(classifier.state), (labels == 0).nonzero()[:, 0]
+    unit, of = classifier.rule.fitted(classifier.state).unit, (labels == 0).nonzero()[:, 0]
     found = classifier.left_out(images[of], labels[of], None if groups is None else groups[of])
     kappa, rho, _, omega = classifier.choice
     for row, i in zip(found, of.tolist(), strict=True):
@@ -489,4 +489,4 @@ def test_other_texts_forget_how_well_the_old_ones_described_the_images():
     named.set_text_embeds(TEXTS.roll(1, dims=0))
     assert all(table.any() and not named.tensors()[name].any() for name, table in told.items())
     assert all(torch.equal(named.tensors()[name], table) for name, table in tables.items())
-    assert named.rule.choice(named.state)[3] == 0.0, "nothing is known of the new texts"
+    assert named.choice[3] == 0.0, "nothing is known of the new texts"

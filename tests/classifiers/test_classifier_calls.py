@@ -107,7 +107,7 @@ def test_gradients_reach_the_features_and_copies_are_independent(name):
     classifier(images)[:, 0].sum().backward()
     assert images.grad.isfinite().all() and images.grad.abs().sum() > 0
     for twin in (copy.deepcopy(classifier), pickle.loads(pickle.dumps(classifier)), classifier.fork()):
-        assert not twin._derived  # otherwise a pickle would be twice as large
+        assert not twin._fitted  # otherwise a pickle would be twice as large
         assert torch.equal(twin(digits.tests), expected) and twin.temperature == classifier.temperature
         twin.forget_class("class 0")
         assert torch.equal(classifier(digits.tests), expected)

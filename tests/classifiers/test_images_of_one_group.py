@@ -113,8 +113,8 @@ def test_pooled_head_leaves_the_group_out_of_the_mean_of_its_class(bursts):
     images, labels, groups = bursts
     head = taught("pooled_bridge", images, labels)
     usable = groups < 100
-    found, weights = head.left_out(images[usable], labels[usable], groups[usable]).double(), head.rule.depth_weights
-    weights, depths = weights(head.state).tolist(), head.depths.double().tolist()
+    found, weights = head.left_out(images[usable], labels[usable], groups[usable]).double(), head.depth_weights
+    weights, depths = weights.tolist(), head.depths.double().tolist()
     for place, row in enumerate(usable.nonzero()[:, 0].tolist()):
         label, same = labels[row], labels == labels[row]
         rest = same & (groups != groups[row])

@@ -134,11 +134,11 @@ def test_left_out_images_are_scored_by_a_classifier_that_has_not_learned_them(sp
             left.install({"scatter": scatter, "freedom": freedom})
             expected = left.logits(images[gone])
             if spec.startswith("bayes"):  # with the settings that were chosen on all images
-                rule, state = classifier.rule, classifier.state
-                kappa, rho, features, omega = rule.choice(state)
-                weight, bias = rule._fit(left.state, features).solution(kappa, rho, omega)
+                choice, other = (each.rule.fitted(each.state) for each in (classifier, left))
+                kappa, rho, features, omega = choice.mode
+                weight, bias = other.fit(features).solution(kappa, rho, omega)
                 expected = rows[gone, : weight.shape[1]] @ weight.T + bias
-                expected = (expected / rule.unit_score(state)).float()
+                expected = (expected / choice.unit).float()
             torch.testing.assert_close(found[gone], expected, rtol=1e-4, atol=1e-4)
 
 

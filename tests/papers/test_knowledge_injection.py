@@ -114,7 +114,11 @@ def test_nearly_identical_images_do_not_overflow_half_precision():
     (images, labels), texts = features(2, 8, 0), normal(2, DIM, seed=8)
     classifier, z = classifier_of(EngineRule)(DIM, 20.0, epochs=1, discriminant=1.0), F.normalize(images, dim=1)
     classifier.add_classes(["a", "b"], z[labels] + 1e-4 * images, labels, texts)
-    tensors, means, precision = classifier.formula()[1], classifier.means, classifier.rule.precision(classifier.state)
+    tensors, means, precision = (
+        classifier.formula()[1],
+        classifier.means,
+        classifier.rule.fitted(classifier.state).precision,
+    )
     assert all(tensor.half().isfinite().all() for tensor in tensors.values())
     assert not (means @ precision).half().isfinite().all()
     g = z.double() @ precision @ means.T - ((means @ precision) * means).sum(dim=1) / 2 - math.log(2)

@@ -265,7 +265,7 @@ class NamelessRule(SquaresRule):
     name = "nameless_of_the_test"
 
     def formula(self, state):
-        weight = self.visual_prototypes(state)
+        weight = self.fitted(state).visual_prototypes
         return lambda z, weight: (self.logit_scale * z @ weight.T) ** 2, {"weight": weight}
 
 
