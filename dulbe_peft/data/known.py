@@ -77,6 +77,22 @@ class KnownImages:
         """Return the class under which each content was learned."""
         return {content: name for name, contents in self.learned.items() for content in contents}
 
+    def class_of_tested(self) -> dict[bytes, str]:
+        """Return the class under which each content was tested, without contents that were tested under several."""
+        several = Counter(content for contents in self.tested.values() for content in {*contents})
+        return {
+            content: name for name, contents in self.tested.items() for content in contents if several[content] == 1
+        }
+
+    def with_tests_moved(self, moved: Mapping[bytes, str | None]) -> Self:
+        """Return a copy in which tested contents have another class, or with None are no longer tested."""
+        tested = {name: [content for content in of if content not in moved] for name, of in self.tested.items()}
+        for of in self.tested.values():
+            for content in of:
+                if (name := moved.get(content)) is not None:
+                    tested.setdefault(name, []).append(content)
+        return replace(self, tested={name: tuple(of) for name, of in tested.items()})
+
     def new_rows(self, images: LabelledImages) -> tuple[list[int], dict[str, list[int]]]:
         """Split images into rows to use and rows that would count twice, keyed by the reason.
 

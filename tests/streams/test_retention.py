@@ -113,6 +113,7 @@ def test_evaluate_command_reports_zero_shot_retention(trained, capsys):
     captured = capsys.readouterr()
     result = json.loads(captured.out)
     tests = [(first.test, first.class_names)]
+    assert result.pop("learned_images_left_out") == 0
     assert result.pop("not_learned") == sorted(second.class_names)
     assert result.pop("learned") == sorted(first.class_names)
     assert result == zero_shot_retention(learner, second.test, scales=[0.3, 0.6], learned=tests)

@@ -52,18 +52,24 @@ def evaluate(
     reject: Share | None = setting(None, 'measure "none of these", with this share of false alarms'),
     zero_shot: bool = setting(False, "measure the zero-shot accuracy on classes that were not learned"),
     scale: tuple[float, ...] = setting((), "for --zero-shot: factors of the learned change, 0 to 1"),
+    with_learned: bool = setting(False, "test on images that were learned, too"),
     **groups: Any,
 ) -> None:
     if scale and not zero_shot:
         raise ValueError("--scale needs --zero-shot: give both")
     if zero_shot and reject is not None:
         raise ValueError("--reject tests the learner's classifier, and --zero-shot the text classifier: give only one")
+    from dulbe_peft.photos.runs.learned_images import without_learned
     from dulbe_peft.photos.runs.setup import open_images, unreadable_finder
 
     source, loaded = DataSource(data, strict=strict, class_names=class_names, **groups), load()
-    images = open_images(source, split, unreadable_finder(loaded))
-    names = [name for name in images.class_names if name in set(loaded.class_names)]
-    others = [name for name in images.class_names if name not in set(names)]
+    given = open_images(source, split, unreadable_finder(loaded))
+    images = given if with_learned else without_learned(loaded, given)
+    if not len(images):
+        raise ValueError(f"{learner!r} has learned all images of {data!r}: give others, or --with-learned")
+    present = [name for label, name in enumerate(images.class_names) if label in set(images.labels.tolist())]
+    names = [name for name in present if name in set(loaded.class_names)]
+    others = [name for name in present if name not in set(names)]
     known, unknown = images.select(names) if names else None, images.select(others) if others else None
     evaluation = None if known is None or zero_shot else loaded.evaluate_images(known)
     if zero_shot and unknown is None:
@@ -78,6 +84,7 @@ def evaluate(
         figures = _zero_shot(loaded, known, unknown, scale)
     if reject is not None:
         figures["rejection"] = _rejection(loaded, evaluation, unknown, reject)
+    figures["learned_images_left_out"] = len(given) - len(images)
     if not sys.stdout.isatty():  # a person at a terminal reads the summary instead
         print(json.dumps(figures, indent=2, ensure_ascii=False))
     if evaluation is not None:

@@ -27,6 +27,7 @@ from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim
 from dulbe_peft.photos.commands.run import close_run
 from dulbe_peft.photos.data.source import DRAWS, DataSource
 from dulbe_peft.photos.runs import setup
+from dulbe_peft.photos.runs.learned_images import correct_tests, equal_features, without_tested
 from dulbe_peft.photos.runs.setup import unreadable_finder
 from dulbe_peft.utils.settings import AtLeastOne, field_types, setting
 from dulbe_peft.utils.terminal import counted, print_once
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 # The settings that only `--help-all` shows.
 RARE = {"vocabulary", "image_column", "label_column", "group_seconds"}
-AT_ONCE = 4096  # how many features are read from the store at once
 
 
 @command(
@@ -56,7 +56,7 @@ def learn(
     output: Folder = setting(..., "folder of the new run, different from LEARNER"),
     increment: AtLeastOne | None = setting(None, "new classes per task (default: all in one task)"),
     no_update: bool = setting(False, "leave out images of known classes"),
-    again: bool = setting(False, "learn images again that were learned before"),
+    again: bool = setting(False, "learn images again that were learned or tested on before"),
     overwrite: bool = OVERWRITE,
     **flags: Any,
 ) -> None:
@@ -76,13 +76,18 @@ def learn(
 
     notes: list[str] = []
     train, test = setup.open_source(source, unreadable_finder(loaded), notes, loaded.class_names)
+    corrected = correct_tests(loaded, train, test)
+    if not again:
+        train = without_tested(train, loaded.state.known)
     setup.report_leaks(train, test, loaded.state.known)
     fixed = _move_relabelled(loaded, train, no_update)
     fresh = train.at(np.setdiff1d(np.arange(len(train)), fixed))
     if not again:
         fresh = _without_equal_features(setup.new_images(train, loaded.state.known, " (--again)"), loaded)
-    if not len(fresh):
-        raise ValueError(f"{data!r} has nothing to learn: {learner!r} has learned all of its images")
+    if not len(fresh) and not corrected:
+        raise ValueError(
+            f"{data!r} has nothing to learn: {learner!r} has learned all of its images, or is tested on them"
+        )
     learned, gone = set(loaded.class_names), set(train.labels.tolist()) - set(fresh.labels.tolist())
     known = [name for name in train.class_names if name in learned]
     new = [name for label, name in enumerate(train.class_names) if name not in learned and label not in gone]
@@ -153,24 +158,11 @@ def _move_relabelled(learner: ClassIncrementalLearner, images: LabelledImages, n
 def _without_equal_features(images: LabelledImages, learner: ClassIncrementalLearner) -> LabelledImages:
     """Return the images without those whose features equal those of a learned image of the same class.
 
-    A program that writes a keyword into a file changes its bytes but not its pixels, so the features are those in the
-    store. They are equal, too, if two images differ only where the preprocessing crops them. The images left out are
-    printed, and so are images that were learned with another class.
+    The images left out are printed, and so are images that were learned with another class.
     """
-    encoder, store = learner.encoder, learner.encoder.store
-    if encoder.adapted or store is None or images.features is not None:
-        return images
-    class_of, rows_of = learner.state.known.class_of(), dict[bytes, list[int]]()
-    for row, feature in enumerate(learner.image_embeds(images).cpu().numpy()):
-        rows_of.setdefault(feature.tobytes(), []).append(row)
-    learned, same, other = list(class_of), set[int](), dict[int, str]()
-    for start in range(0, len(learned), AT_ONCE):
-        for content, feature in store.get(encoder.key, learned[start : start + AT_ONCE]).items():
-            for row in rows_of.get(feature.tobytes(), ()):
-                if images.class_names[images.labels[row]] == class_of[content]:
-                    same.add(row)
-                else:
-                    other[row] = class_of[content]
+    name_of = [images.class_names[label] for label in images.labels.tolist()]
+    found = equal_features(learner, images)
+    same = {row for row, classes in found.items() if name_of[row] in classes}
     what = "that the model sees like a learned image in another file"
     if same:
         example = images.item_name(min(same))
@@ -178,8 +170,8 @@ def _without_equal_features(images: LabelledImages, learner: ClassIncrementalLea
             f"left out, because they would count twice: {counted(len(same), 'image')} {what}, such as {example}"
             " (--again)"
         )
-    if moved := other.keys() - same:
-        name = f"{images.item_name(min(moved))}, learned as {other[min(moved)]!r} before"
+    if moved := found.keys() - same:
+        name = f"{images.item_name(min(moved))}, learned as {min(found[min(moved)])!r} before"
         print_once(f"{counted(len(moved), 'image')} {what} and of another class: both count, such as {name}")
     return images.at([row for row in range(len(images)) if row not in same])
 

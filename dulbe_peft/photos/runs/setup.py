@@ -119,12 +119,14 @@ def _find_tests(
     import numpy as np
 
     from dulbe_peft.data.known import compared
+    from dulbe_peft.photos.runs.learned_images import as_tested
 
     if not any(known.tested.get(name) for name in names):
         if known.complete:
             return None
         raise ValueError("this learner has no record of its images")
     for part in parts:
+        part = as_tested(part, known)
         class_of, _, missing = compared(part, known.tested, names, renamed)
         if not missing:
             return part.at(list(class_of), np.array([names.index(name) for name in class_of.values()]), names)

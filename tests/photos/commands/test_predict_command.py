@@ -272,7 +272,8 @@ def test_learn_finds_the_images_of_a_table_whose_names_have_control_characters(l
     assert {row[0] for row in read_csv(table)[1:]} == {str(images / name) for name in names}
     table.write_bytes(table.read_bytes().replace(b",predicted,", b",label,", 1))
     command = ["learn", str(learner), "--labels", str(table), "--output", str(tmp_path / "o"), *MACHINE]
-    assert main([*command, "--test-split", "none"]) == 0, capsys.readouterr().err
+    assert main(command) == 2 and "has learned all of its images, or is tested on them" in capsys.readouterr().err
+    assert main([*command, "--test-split", "none", "--again"]) == 0, capsys.readouterr().err
 
 
 def test_rejection_can_be_measured_on_unknown_classes_only(learner, folders, tmp_path, capsys):

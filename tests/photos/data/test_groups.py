@@ -158,7 +158,7 @@ def test_groups_reach_the_tasks_and_the_record_of_a_run(items, tmp_path, capsys)
     (entry,) = json.loads((tmp_path / "out" / "sources.json").read_text())["tasks"]
     assert entry["group"] == "folder" and DataSource.of(entry).open().train.groups is not None
     assert "15 groups of images" in capsys.readouterr().out
-    assert call("evaluate", tmp_path / "out", "--data", items, "--group", "folder") == 0
+    assert call("evaluate", tmp_path / "out", "--data", items, "--group", "folder", "--with-learned") == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["groups"]["num_groups"] == 15
     assert "where each of the 15 groups counts once: prototype" in captured.err
