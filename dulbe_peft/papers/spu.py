@@ -5,7 +5,7 @@
     W_t     = W_{t-1} + D        D starts at 0 and is trained at the chosen weights only
 
 Every task chooses its weights anew. Such a sparse update may have full rank, so the adapter keeps one dense matrix per
-layer.
+layer. With share=1, every weight of all adapted layers is trained: plain fine-tuning.
 
 Reference: Zhang et al., "Overcoming Generic Knowledge Loss with Selective Parameter Update", arXiv 2308.12462. In the
 published code, G is the gradient of the squared norm of the logits.
@@ -32,8 +32,12 @@ class Spu(Strategy):
 
     name = "spu"
     needs = frozenset({GRADIENTS})
-    target_modules = ("fc1",)
     share: Annotated[float, Gt(0), Le(1)] = 0.1
+
+    @property
+    def target_modules(self) -> tuple[str, ...] | None:  # type: ignore[override]
+        """The first layer of each MLP, or, for fine-tuning, any layers."""
+        return ("fc1",) if self.share < 1 else None
 
     def trained_weights(self, layer: DualModeLinear) -> int:
         return max(1, int(self.share * layer.in_features * layer.out_features))

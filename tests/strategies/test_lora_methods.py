@@ -327,3 +327,29 @@ def test_spu_trains_only_the_weights_with_the_largest_gradients(tiny_clip):
     fresh = adapted(tiny_clip(), target_modules=["fc1"])
     counts = trainable_parameters(fresh, strategy)
     assert counts["total"] == counts["other"] == sum(int(mask.sum()) for mask in chosen)
+
+
+def test_spu_with_all_weights_of_all_layers_is_plain_fine_tuning(tiny_clip):
+    """Adam's first step is the rate times the sign of the gradient, except where the gradient is near 0."""
+    strategy, adapter = make_strategy("spu:share=1"), adapted(tiny_clip(), target_modules="all-linear")
+    clip, layers = tiny_clip().double(), adapter.dual_mode_layers()
+    assert len(layers) == 12  # six in each of two blocks
+    weights = [clip.get_submodule(name).weight for name in layers]
+    for index in range(2):
+        pixels, labels = images(index)
+        z = torch.nn.functional.normalize(clip.get_image_features(pixels.double()).pooler_output, dim=1)
+        loss = torch.nn.functional.cross_entropy(SCALE * z @ texts(index).double().T, torch.tensor(labels))
+        gradients = torch.autograd.grad(loss, weights)
+        task = new_task(adapter, index)
+        task.gradients = {name: gradient.float() for name, gradient in zip(layers, gradients, strict=True)}
+        begin(strategy, task)
+        train(strategy, task, steps=1)
+        end(strategy, task)
+        for layer, weight, gradient in zip(layers.values(), weights, gradients, strict=True):
+            learned = layer.folded_weight("default").double()
+            # An entry is a sum over 6 images of 5 tokens, which float32 rounds by far less than a thousandth.
+            large = gradient.abs() > 1e-3 * gradient.abs().max()
+            step = (learned - weight).detach()
+            assert large.double().mean() > 0.9
+            torch.testing.assert_close(step[large], -0.02 * gradient.sign()[large], rtol=1e-3, atol=1e-6)
+            weight.data.copy_(learned)
