@@ -159,8 +159,7 @@ def test_bases_and_memory_of_inflora_over_four_tasks():
         moment = inputs.T @ inputs / 30
         basis = top_directions(memory, moment @ moment, 2, "inputs")
         expected = numbers("inflora", "bases")[index]
-        if index < 3:  # in the last task one direction is free, and a second one of the authors' is rounding
-            assert (basis @ basis.T / 3 - expected).abs().max() < 1e-10
+        assert (basis @ basis.T / 3 - expected).abs().max() < 1e-10
         share = strategy.threshold(SimpleNamespace(index=index, planned=None))
         memory = gpm(memory, moment @ moment, share, "inputs", dual=True, one_less=index == 0)
         free = memory.free_basis()
