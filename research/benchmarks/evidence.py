@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dulbe_peft.photos.runs.run_settings import read_yaml
 from research.comparison.summary import FEW
+
+COMPARISONS_FOLDER = Path(__file__).parents[2] / "examples" / "comparisons"
 
 Row = dict[str, str]
 Line = tuple[str, str]  # stream, and images per class
@@ -137,7 +140,7 @@ def trained(results: Path, file: str, classifiers: str, streams: str = "", witho
         for stream, method in dict.fromkeys(key[:2] for key in rows)
         if not (without and method.endswith(without)) and (not streams or stream in streams.split(";"))
     ]
-    return [["", *whole_head(classifiers.split(","))], *lines]
+    return with_unmeasured([["", *whole_head(classifiers.split(","))], *lines], unmeasured(file, rows))
 
 
 def family(results: Path, file: str, stream: str, classifiers: str, methods: str = "") -> list[list[str]]:
@@ -149,7 +152,20 @@ def family(results: Path, file: str, stream: str, classifiers: str, methods: str
         if method != "frozen" and method_rows[0]["trainable_parameters"] == "0":  # it differs only in its classifier
             continue
         lines.append([named(method), *whole_line(rows, stream, method, columns, interval=False)])
-    return [["method", *whole_head(columns)], *lines]
+    table = [["method", *whole_head(columns)], *lines]
+    return table if methods else with_unmeasured(table, unmeasured(file, rows))
+
+
+def unmeasured(file: str, rows: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Return the methods that the YAML file of a comparison lists and that have no row."""
+    path = COMPARISONS_FOLDER / f"{file}.yaml"
+    planned = read_yaml(path, "comparison")["methods"] if path.is_file() else {}
+    return [method for method in planned if method not in {method for _, method, _ in rows}]
+
+
+def with_unmeasured(table: list[list[str]], methods: Sequence[str]) -> list[list[str]]:
+    """Add a line that says which methods are not measured, if there are any."""
+    return [*table, *([[", ".join(methods), *[UNKNOWN] * (len(table[0]) - 1)]] if methods else [])]
 
 
 def drifts(results: Path, files: str, method: str, classifiers: str) -> list[list[str]]:
