@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from dulbe_peft.data.decoding import image_suffixes
@@ -138,6 +139,21 @@ def open_table(
 def _key(name: str) -> str:
     """Return a key by which file_name, "File Name" and FileName are equal."""
     return re.sub(r"[\s_-]+", "", name).lower()
+
+
+def time_of(text: str) -> float | None:
+    """Return the seconds since 1970 of a date with a time, as ISO 8601 or EXIF write it, or None for other texts.
+
+    A time without a zone is taken for UTC.
+    """
+    match = re.fullmatch(r"(\d{4})[-:](\d\d)[-:](\d\d)[T ](\d\d:.*)", text)
+    if match is None:
+        return None
+    try:
+        time = datetime.fromisoformat("{}-{}-{} {}".format(*match.groups()))
+    except ValueError:
+        return None
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
 
 
 def _check_utf8(table: Table) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
-from dulbe_peft.data.camtrap import OBSERVATIONS, is_camtrap, open_camtrap
+from dulbe_peft.data.camtrap import OBSERVATIONS, is_camtrap, open_camtrap, table_in
 from dulbe_peft.data.columns import FILE, LABEL, Table, open_table
 from dulbe_peft.data.decoding import image_suffixes
 from dulbe_peft.data.folders import SPLIT_NAMES, FileImages, folder_content, like_splits, subfolders
@@ -37,7 +37,7 @@ def label_splits(
     machine_labels: bool = False,
 ) -> Splits:
     """Return the images of a table by split, as `load_data` does. Rows without a label or keyword are left out."""
-    if is_camtrap(path):
+    if is_camtrap(path.parent) and path == table_in(path.parent, OBSERVATIONS):
         return _camtrap_splits(path.parent, path_column, label_column, vocabulary, machine_labels)
     table = open_table(path, path_column, label_column, one_label)
     if table.keywords:
@@ -59,7 +59,7 @@ def metadata_splits(
         files = (parent / name for name in METADATA if (parent / name).is_file())
         return next((open_table(file, None, label_column, one_label) for file in files), None)
 
-    if is_camtrap(folder / OBSERVATIONS):
+    if is_camtrap(folder):
         return _camtrap_splits(folder, None, label_column, None, machine_labels)
     if (table := open_metadata(folder)) is not None:
         return _splits_of(table, folder, by_folder=True)

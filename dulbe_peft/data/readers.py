@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from dulbe_peft.data.camtrap import is_camtrap
 from dulbe_peft.data.decoding import ARCHIVES, why_not_read
 from dulbe_peft.data.digits import load_digit_images
 from dulbe_peft.data.feature_tables import feature_splits
@@ -95,7 +96,8 @@ def splits(
     """Return a function that opens each split of a data set, keyed by the split. Arguments are as in `load_data`."""
     path = Path(text)
     check_data(text)
-    if available := feature_splits(path) or hub_splits(text, image_column, label_column):
+    camtrap = is_camtrap(path)  # whose tables may be parquet files
+    if not camtrap and (available := feature_splits(path) or hub_splits(text, image_column, label_column)):
         return available
     if is_table(path) and path.is_file():
         return label_splits(path, vocabulary, path_column, label_column, one_label, machine_labels)

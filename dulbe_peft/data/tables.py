@@ -52,8 +52,8 @@ def is_table(path: Path) -> bool:
     return path.name.lower().endswith(TABLES)
 
 
-def read_table(path: Path) -> Rectangle:
-    """Read a table, whose kind is recognised from its name; raise a ValueError if it has no row."""
+def read_table(path: Path, empty: bool = False) -> Rectangle:
+    """Read a table, whose kind is recognised from its name; raise a ValueError if it has no row and is not `empty`."""
     suffix, notes, absent, unit = path.name.lower(), list[str](), dict[str, int](), "line"
     if suffix.endswith(_SHEETS):
         unit, rows = "row", _sheet_rows(path, notes)
@@ -64,7 +64,7 @@ def read_table(path: Path) -> Rectangle:
     else:
         rows = _csv_rows(path, notes)
     (_, header), *rows = rows or [(0, [])]
-    if not rows:
+    if not rows and not (empty and header):
         raise ValueError(f"{path} names no image: it {'has only a header' if header else 'is empty'}")
     repeated = [name for name, count in Counter(header).items() if count > 1 and name]
     if repeated:

@@ -461,7 +461,8 @@ def test_camtrap_package_is_read_by_its_join(tmp_path):
         assert labels_of(data) == {"0.png": "Vulpes vulpes", "1.png": "Vulpes vulpes", "2.png": "blank"}
         assert images.columns["deploymentID"]() == ["d0", "d1", "d0"]
         assert (
-            "1 file left out, with several labels" in images.notes[1] and "1 observation not used" in images.notes[2]
+            "1 file left out, with several labels" in images.notes[1]
+            and "1 observation of events not used" in images.notes[2]
         )
         with pytest.raises(ValueError, match="Camtrap DP package.*leave out the label column 'vernacularName'"):
             load_data(data, None, label_column="vernacularName")

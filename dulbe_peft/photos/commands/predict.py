@@ -225,11 +225,11 @@ def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exift
 
 def _package(paths: Sequence[str]) -> Path:
     """Return the folder of the Camtrap DP package among the paths."""
-    from dulbe_peft.data.camtrap import MEDIA
+    from dulbe_peft.data.camtrap import MEDIA, table_in
 
-    folder = next((Path(path) for path in paths if Path(path, MEDIA).is_file()), None)
+    folder = next((Path(path) for path in paths if table_in(Path(path), MEDIA)), None)
     if folder is None:
-        raise ValueError(f"--camtrap-dp needs the folder of a Camtrap DP package, which has {MEDIA}, got {paths[0]}")
+        raise ValueError(f"--camtrap-dp needs the folder of a Camtrap DP package, with {MEDIA}.csv, got {paths[0]}")
     return folder
 
 
@@ -237,7 +237,7 @@ def _write_observations(rows: Sequence[Prediction], file: Path, package: Path, c
     """Write a row of observations.csv for each readable image that the package's media.csv lists."""
     from dulbe_peft.data import camtrap
 
-    media = camtrap.media_of(package)
+    media, header = camtrap.media_of(package), camtrap.header_of(package)
     lines, unlisted = [], []
     for row in rows:
         entry = media.get(os.path.relpath(row.image, package)) if row.error is None else None
@@ -245,14 +245,16 @@ def _write_observations(rows: Sequence[Prediction], file: Path, package: Path, c
             unlisted += [row.image] if row.error is None else []
         else:
             name = row.classes[0] if row.known else ""
-            lines.append(camtrap.observation(entry, name, row.probabilities[0], f"dulbe_peft, {classifier}"))
+            cells = camtrap.observation(entry, name, row.probabilities[0], f"dulbe_peft, {classifier}")
+            lines.append([cells.get(column, "") for column in header])
+    listing = f"{camtrap.MEDIA}.csv"
     if not lines:
-        raise ValueError(f"no image is listed in {package / camtrap.MEDIA}: {file} is not written")
+        raise ValueError(f"no image is listed in {package / listing}: {file} is not written")
     if unlisted:
-        what = f"{counted(len(unlisted), 'image')} without an observation, because {camtrap.MEDIA} does not list them"
+        what = f"{counted(len(unlisted), 'image')} without an observation, because {listing} does not list them"
         print(f"{what}, such as {printable(unlisted[0])}", file=sys.stderr)
     with output_file(file) as text:  # other programs read it, so no apostrophe guards against formulas
-        writer(text, lineterminator="\n").writerows([camtrap.HEADER, *lines])
+        writer(text, lineterminator="\n").writerows([header, *lines])
 
 
 def _as_json(row: Prediction) -> dict[str, object]:

@@ -18,6 +18,7 @@ from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.arguments import Query
 from dulbe_peft.classifiers import Classifier, novelty
 from dulbe_peft.data.camtrap import HEADER, observation
+from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import main
@@ -413,6 +414,13 @@ def test_predictions_are_observations_of_a_camtrap_package(learner, folders, tmp
     )
     shutil.copy(package / "media" / "0.png", package / "media" / "other.png")
     assert main([*command, "--overwrite"]) == 0 and len(read_csv(file)) == 3
+    assert tuple(header) == HEADER, "a package without observations gets the columns of the standard"
+    shutil.copy(file, package / "observations.csv")  # the answers are a machine's labels, of which run can learn
+    images = load_data(package, None, machine_labels=True)
+    assert [images.class_names[label] for label in images.labels] == [row["scientificName"] for row in rows]
+    columns = [*HEADER[:5], "further", *HEADER[5:]]
+    (package / "observations.csv").write_text(",".join(columns) + "\n" + "," * len(columns[1:]) + "\n")
+    assert main([*command, "--overwrite"]) == 0 and read_csv(file)[0] == columns
     assert "1 image without an observation, because media.csv does not list them" in capsys.readouterr().err
     assert main(["predict", str(learner), str(folders / "test"), *command[3:]]) == 2
     assert "--camtrap-dp needs the folder of a Camtrap DP package" in capsys.readouterr().err
@@ -428,7 +436,8 @@ def test_predictions_are_observations_of_a_camtrap_package(learner, folders, tmp
     ],
 )
 def test_observation_has_the_type_of_its_class(name, kind, scientific):
-    row = dict(zip(HEADER, observation({"mediaID": "m"}, name, 0.5, "me"), strict=True))
+    row = observation({"mediaID": "m"}, name, 0.5, "me")
+    assert row.keys() <= {*HEADER}
     assert (row["observationType"], row["scientificName"]) == (kind, scientific)
     assert row["classificationProbability"] == ("0.5000" if name else "")
 
