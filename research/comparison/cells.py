@@ -154,7 +154,7 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
     fixed = {"classifiers": "prototype", "output": str(folder), "progress": False}
     setup = set_up(*validated(cell.settings | fixed))
     if any(task.test is None for task in setup.tasks):
-        raise ValueError(f"{setup.stream.data} has no test images; set test_fraction to hold some images out")
+        raise ValueError(f"{setup.source.data} has no test images; set test_fraction to hold some images out")
     never = _never_learned(cell, setup.tasks)
     if cell.retention[0] == LAST_TASK:
         setup = replace(setup, tasks=setup.tasks[:-1])
@@ -214,7 +214,7 @@ def _retention(
 
 def arguments_of(cell: Cell) -> dict[str, Any]:
     """Return the learner's arguments for a cell, with all defaults, as they are read from a JSON file."""
-    return as_json(validated(cell.settings)[2].portable())
+    return as_json(validated(cell.settings).learner.portable())
 
 
 def as_json(settings: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.photos.data.source import DataSource
-from dulbe_peft.photos.runs.run_settings import StreamArguments
+from dulbe_peft.photos.runs.run_settings import ModelSettings
 from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.utils.folders import file_sha256, json_sha256
 from dulbe_peft.utils.records import Fraction, Record, read_record, write_record
@@ -51,7 +51,7 @@ class Measured(Record):
 
     @property
     def trains(self) -> bool:
-        return make_strategy(self.settings.get("strategy", StreamArguments.strategy)).adapts
+        return make_strategy(self.settings.get("strategy", ModelSettings.strategy)).adapts
 
 
 def measured(cell: Cell, point: dict[str, Any], done: CellRecord, folder: Path, rows: Sequence[Row]) -> Measured:

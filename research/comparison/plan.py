@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Va
 
 from dulbe_peft.classifiers.registry import parse_classifier
 from dulbe_peft.photos.data.source import DataSource
-from dulbe_peft.photos.runs.run_settings import GROUPS, StreamArguments, read_yaml, setting_values, validated
+from dulbe_peft.photos.runs.run_settings import GROUPS, ModelSettings, read_yaml, setting_values, validated
 from dulbe_peft.strategies.base import Strategy
 from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.utils.records import Fraction, Record, first_problem
@@ -254,7 +254,7 @@ def _rows(method: str, settings: Mapping[str, Any], file: _PlanFile) -> list[Row
 
 def _strategy(method: Mapping[str, Any]) -> Strategy:
     """Return the strategy of a method; the default is that of `dulbe-peft run`."""
-    return make_strategy(method.get("strategy", StreamArguments.strategy))
+    return make_strategy(method.get("strategy", ModelSettings.strategy))
 
 
 def _stream_settings(name: str, stream: _Stream, folder: Path) -> dict[str, Any]:

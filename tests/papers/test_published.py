@@ -152,7 +152,7 @@ def test_published_settings_of_strategies_are_the_defaults_but_for_those_of_the_
 @pytest.mark.parametrize("name", ["rapf", "slca", "engine", "proof", "clap4clip", "clg_cbm", "mg_clip"])
 def test_published_settings_of_classifiers_are_the_defaults(name):
     """Their formulas are tested with the defaults. Those of RAPF that depend on the stream have a rule."""
-    recipe = validated(settings_of(name))[0].methods[1][0]
+    recipe = validated(settings_of(name)).model.methods[1][0]
     by_stream = {"batch_size": 100, "replayed": 2} if name == "rapf" else {}
     defaults = recipe.kind.rule_type.setting_defaults()
     assert {key: value for key, value in recipe.settings.items() if value != defaults[key]} == by_stream
@@ -173,8 +173,8 @@ def test_every_file_has_the_order_of_its_authors():
 
 def test_every_file_is_a_valid_run_and_names_its_paper():
     for path in FOLDER.glob("*.yaml"):
-        stream, *_ = validated(settings_of(path.stem))
-        assert stream.methods[0].name == path.stem and stream.increment in (5, 10)
+        given = validated(settings_of(path.stem))
+        assert given.model.methods[0].name == path.stem and given.stream.increment in (5, 10)
         text = path.read_text(encoding="utf-8")
         assert (
             "(arXiv " in text or "(CVPR 2026" in text

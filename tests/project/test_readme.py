@@ -22,7 +22,7 @@ from dulbe_peft.data.decoding import image_suffixes
 from dulbe_peft.data.digits import DIGITS
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import main
-from dulbe_peft.photos.runs.run_settings import StreamArguments
+from dulbe_peft.photos.runs.run_settings import GROUPS, ModelSettings
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.streams.tasks import class_incremental_tasks
 from dulbe_peft.utils.settings import field_types
@@ -44,7 +44,7 @@ WALKED = ("docs/data.md", "docs/next-month.md")
 OUTPUTS = runpy.run_path(str(ROOT / "docs" / "generate.py"))  # the script that writes the output shown on pages
 MODEL = "openai/clip-vit-base-patch16"  # the model on the pages, replaced here by the demo model
 WIDTH = 108  # the characters of code that a page shows at 1280 pixels without scrolling
-SETTINGS = field_types(StreamArguments) | field_types(AdapterSettings) | field_types(LearnerArguments)
+SETTINGS = {name: hint for kind in GROUPS.values() for name, hint in field_types(kind).items()}
 
 
 def commands(page):
@@ -265,7 +265,7 @@ def test_table_of_defaults_matches_the_code():
     trainer = paper_arguments("unused")
     args, (dulbe, frozen) = LearnerArguments(), (STRATEGIES[name].classifiers for name in ("dulbe", "frozen"))
     rows = {
-        "strategy": [python, "dulbe", StreamArguments.strategy],
+        "strategy": [python, "dulbe", ModelSettings.strategy],
         "learning rate": [args.learning_rate, f"{trainer.learning_rate:.0e}".replace("e-0", "e-"), args.learning_rate],
         "drift": [args.drift] * 3,
         "epochs, batch size": [
@@ -285,4 +285,4 @@ def test_table_of_defaults_matches_the_code():
     ranks = (
         f"Ranks are {AdapterSettings.shared_rank}, {AdapterSettings.residual_rank} and {AdapterSettings.support_rank}"
     )
-    assert ranks in page and python == "dulbe" and StreamArguments.strategy == "frozen"
+    assert ranks in page and python == "dulbe" and ModelSettings.strategy == "frozen"

@@ -20,7 +20,7 @@ from dulbe_peft.encoders.loading import pixel_values
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.data.source import DataSource
-from dulbe_peft.photos.runs.run_settings import StreamArguments, given_settings, pick
+from dulbe_peft.photos.runs.run_settings import RunSettings, given_settings
 from dulbe_peft.photos.runs.setup import open_source, stream_tasks
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.streams.tasks import ICARL_CIFAR100_ORDER
@@ -48,6 +48,11 @@ def settings_from(name, *flags):
     return given_settings(options.pop("config"), options)
 
 
+def tasks_of(settings):
+    source, _, stream, *_ = RunSettings.of(settings)
+    return stream_tasks(open_source(source), stream)
+
+
 @pytest.fixture(scope="module")
 def hundred(tmp_path_factory):
     """Make 100 classes with two training images and one test image; sorted by name, they are in order of labels."""
@@ -66,15 +71,15 @@ def hundred(tmp_path_factory):
 def test_protocol_file_matches_the_checks_of_its_data(name):
     """Image counts and zero-shot accuracy are checked by the command `verify`."""
     settings = settings_from(name)
-    stream, args = pick(StreamArguments, settings), pick(LearnerArguments, settings)
+    _, model, stream, _, args = RunSettings.of(settings)
     checks = read_checks(OWN_CHECKS)
     (check,) = (check for check in checks.checks if check.name == f"paper-{name.replace('half-', '')}")
-    assert (check.model, check.templates) == (stream.model, (args.prompt_template,))
+    assert (check.model, check.templates) == (model.model, (args.prompt_template,))
     assert (check.class_name_style, check.image_resize) == (args.class_name_style, args.image_resize)
     first, tasks = stream.initial_increment or stream.increment, 6 if "half" in name else 10
     assert first + (tasks - 1) * stream.increment == checks.data[check.data].classes
-    assert make_strategy(stream.strategy).name == "dulbe"
-    assert [classifier.kind.name for classifier in parse_classifiers(stream.classifiers).values()] == [
+    assert make_strategy(model.strategy).name == "dulbe"
+    assert [classifier.kind.name for classifier in parse_classifiers(model.classifiers).values()] == [
         "bridge",
         "pooled_bridge",
         "text",
@@ -88,7 +93,7 @@ def classes_of(tasks):
 @pytest.mark.parametrize("name", ["a-cifar100", "b-cars", "b-half-cars"])
 def test_protocol_has_the_published_class_order(name, hundred):
     """One protocol with 100 classes is tested for each kind of order."""
-    tasks = stream_tasks(pick(StreamArguments, settings_from(name, "--data", hundred)))
+    tasks = tasks_of(settings_from(name, "--data", hundred))
     expected = np.random.RandomState(1993).permutation(100)
     if name.startswith("a-cifar"):
         expected = np.array(ICARL_CIFAR100_ORDER)
@@ -101,12 +106,12 @@ def test_imagenet_100_orders_synsets_and_reads_names_from_a_file(hundred, tmp_pa
     lines = [f"class_{label:02d}\t{name}\n" for label, name in enumerate(names)]
     (tmp_path / "names.txt").write_text("".join(["absent\tan absent class\n", *reversed(lines)]), encoding="utf-8")
     flags = ("--data", hundred, "--class-names")
-    tasks = stream_tasks(pick(StreamArguments, settings_from("a-imagenet100", *flags, tmp_path / "names.txt")))
+    tasks = tasks_of(settings_from("a-imagenet100", *flags, tmp_path / "names.txt"))
     order = np.random.RandomState(1993).permutation(100)
     assert [name for task in tasks for name in task.class_names] == [names[label] for label in order]
     assert tasks[0].train.item_name(0).endswith(f"class_{min(order[:10]):02d}/0.png")
     with pytest.raises(FileNotFoundError, match="imagenet100_class_names.txt', does not exist"):
-        stream_tasks(pick(StreamArguments, settings_from("a-imagenet100", *flags[:-1])))
+        tasks_of(settings_from("a-imagenet100", *flags[:-1]))
 
 
 def run_digits(folder, output, *more):

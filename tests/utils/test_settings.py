@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from annotated_types import Ge, Gt, Le
 
-from dulbe_peft import CLASSIFIERS, STRATEGIES, DualModeLoraConfig, LearnerArguments
+from dulbe_peft import CLASSIFIERS, STRATEGIES, DualModeLoraConfig
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.classifiers import parse_classifier
-from dulbe_peft.photos.data.source import DataSource
-from dulbe_peft.photos.runs.run_settings import StreamArguments
+from dulbe_peft.photos.runs.run_settings import GROUPS
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.utils.settings import check_value, field_types
 from dulbe_peft.utils.specs import convert, format_spec, parse_spec
@@ -24,7 +23,8 @@ from dulbe_peft.utils.specs import convert, format_spec, parse_spec
 
 def declared():
     """Yield for every setting of the package: the object's constructor, the name, the type, and a parser or None."""
-    for kind, owner in ((LearnerArguments,) * 2, (StreamArguments,) * 2, (DualModeLoraConfig, AdapterSettings)):
+    for owner in GROUPS.values():
+        kind = DualModeLoraConfig if owner is AdapterSettings else owner
         for name, hint in field_types(owner).items():
             yield kind, name, hint, None
     for cls in CLASSIFIERS.values():
@@ -41,13 +41,13 @@ def declared():
 
 
 def test_docstrings_name_every_setting():
-    for kind in (AdapterSettings, DualModeLoraConfig, LearnerArguments, StreamArguments, DataSource):
+    for kind in (DualModeLoraConfig, *GROUPS.values()):
         text = inspect.getdoc(kind)
         assert text.count("Args:\n") == 1 and not text.startswith("Args:"), kind
         helps = {field.name: field.metadata["help"] for field in fields(kind) if "help" in field.metadata}
         entries = dict(re.findall(r"^    (\w+): (.+?)(?=\n    \w|\n\n|\Z)", text, flags=re.MULTILINE | re.DOTALL))
         assert {name: " ".join(entry.split()) for name, entry in entries.items() if name in helps} == helps
-        assert len(helps) >= len(fields(kind)) - 1, "source of StreamArguments is the only field without a help text"
+        assert kind is DualModeLoraConfig or len(helps) == len(fields(kind))
 
 
 def named(kind, name):

@@ -87,12 +87,13 @@ def check(
     learner = None if model is None else load_learner(None, model, machine, store=not no_store)
     announce(f"reading {data}")
     given = {flag: split for flag, split in splits.items() if split is not None}
-    train, test, inventory = DataSource(data, **given).open(every=True)
+    opened = DataSource(data, **given).open(every=True)
+    train, test, inventory = opened
     if page is not None and train.features is not None:
         raise ValueError(f"{data!r} is a table of features, which has no pictures for --page")
     if move_to is not None and not isinstance(train, ImageFolder):
         raise ValueError(f"--move-to moves the files of a folder, and {data!r} is not a folder")
-    parts = dict(zip(inventory.counts, [train] if test is None else [train, test], strict=True))
+    parts = opened.parts
     tiny, words = _tiny(parts, inventory.pictures), message_stream(page, csv)
     name = data.rpartition("/")[2] if data.startswith("hf:") else Path(data).resolve().name
     small = ["", f"narrower than {SMALL} pixels: {counted(len(tiny), 'image')}"] if tiny else []

@@ -99,8 +99,8 @@ def features(
         return unreadable_finder(loaded)(images)
 
     if split is None:
-        train, test = open_source(source, look)
-        parts = {"train": train} | ({} if test is None else {"test": test})
+        opened = open_source(source, look)
+        parts = {"train": opened.train} | ({} if opened.test is None else {"test": opened.test})
     else:
         parts = {split or "train": open_images(source, split, look)}
     if any(images.features is not None for images in parts.values()):  # they may come from another model

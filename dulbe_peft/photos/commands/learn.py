@@ -74,8 +74,8 @@ def learn(
     from dulbe_peft.streams.progress import known_tasks, renamed_classes
     from dulbe_peft.streams.run import run_stream
 
-    notes: list[str] = []
-    train, test = setup.open_source(source, unreadable_finder(loaded), notes, loaded.class_names)
+    train, test, inventory = setup.open_source(source, unreadable_finder(loaded), loaded.class_names)
+    notes = inventory.lines(loaded.class_names)
     corrected = correct_tests(loaded, train, test)
     if not again:
         train = without_tested(train, loaded.state.known)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.photos.commands.options import LABELS, OVERWRITE, File, command, run_settings
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim, print_next_command
-from dulbe_peft.photos.runs.run_settings import GROUPS, given_settings, pick
+from dulbe_peft.photos.runs.run_settings import RunSettings, given_settings
 from dulbe_peft.photos.runs.setup import data_or_labels
 from dulbe_peft.streams.orders import NAMED_ORDERS
 from dulbe_peft.utils.settings import field_types, setting
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # torch is imported when the run is set up
 # The settings that `--help` shows; `--help-all` shows all.
 ESSENTIAL = (
     *("model", "data", "output", "strategy", "classifiers", "increment", "test_fraction", "class_order", "dry_run"),
-    *("strict", "vocabulary", "epochs", "learning_rate", "prompt_template", "seed", "num_workers", "device"),
+    *("strict", "epochs", "learning_rate", "prompt_template", "seed", "device"),
 )
 
 
@@ -47,27 +47,27 @@ def run(
     if labels is not None:
         settings["data"] = data_or_labels(flags["data"], labels)
     _use_model_of_table(settings)
-    stream, adapter, args = (pick(kind, settings) for kind in GROUPS.values())
-    if stream.data:  # report a missing folder first, even if flags are missing
-        check_given(vocabulary=stream.vocabulary)
-        stream.source.check()
+    given = source, model, stream, _, args = RunSettings.of(settings)
+    if source.data:  # report a missing folder first, even if flags are missing
+        check_given(vocabulary=source.vocabulary)
+        source.absolute().check()
     for name in ("model",) if settings.get("dry_run") else ("model", "data", "output"):
         if not settings.get(name):
             raise ValueError(f"--{name} is required")
     order = None if stream.class_order in NAMED_ORDERS else stream.class_order
-    files = {"class_names": stream.class_names, "class_texts": stream.class_texts, "class_order": order}
-    check_given(None, None if stream.revision else stream.model, **files)
-    output, reads = ("--output", stream.output, FOLDER), [stream.model, config]
+    files = {"class_names": source.class_names, "class_texts": stream.class_texts, "class_order": order}
+    check_given(None, None if model.revision else model.model, **files)
+    output, reads = ("--output", stream.output, FOLDER), [model.model, config]
     if not stream.dry_run:
-        claim(output, reads=reads, apart=[stream.data])
+        claim(output, reads=reads, apart=[source.data])
     if args.progress:
-        announce(f"reading {stream.data or stream.model}")
-    _ = stream.methods  # raises if a strategy or classifier does not exist, before an existing output is renamed
+        announce(f"reading {source.data or model.model}")
+    _ = model.methods  # raises if a strategy or classifier does not exist, before an existing output is renamed
     if overwrite and not stream.dry_run:
-        claim(output, reads=reads, apart=[stream.data], overwrite=True)
+        claim(output, reads=reads, apart=[source.data], overwrite=True)
     from dulbe_peft.photos.runs.setup import set_up
 
-    setup = set_up(stream, adapter, args)
+    setup = set_up(*given)
     trains = {"epochs", "batch_size", "learning_rate", *field_types(AdapterSettings)} & set(settings)
     if trains and not setup.learner.strategy.adapts:
         unused = ", ".join("--" + name.replace("_", "-") for name in sorted(trains))

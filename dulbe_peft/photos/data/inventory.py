@@ -127,6 +127,10 @@ class Inventory:
                 lines += ["", f"fewer than {FEW} images in {split}: {', '.join(_shorten(rare, _SHOWN))}"]
         return lines
 
+    def lines(self, known: Collection[str] = ()) -> list[str]:
+        """Return all lines on problems without their layout, for the page of a run; `known` is as for `problems`."""
+        return [line.strip() for line in self.problems(len(self.unreadable), known) if line]
+
     def unreadable_lines(self, most: int = _SHOWN) -> list[str]:
         """Return a line with the reason for each of the first `most` unreadable images, and the number of others."""
         lines = [f"{printable(image.name)}: {why}" for image, why in self.unreadable]

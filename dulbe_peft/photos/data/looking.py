@@ -5,7 +5,6 @@ This is the only place where the application looks at pictures before they are e
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 
@@ -55,7 +54,8 @@ def inspect_images(dataset: object, split: str | None = None) -> Inventory:
         ValueError: If its labels are invalid.
     """
     images = labelled_images(dataset)
-    return readable("", {split or images.split or "images": images}, strict=False)[1]
+    parts = {split or images.split or "images": images}
+    return Inventory(count_images(parts), unreadable(parts), left_out=[*images.left_out])
 
 
 def count_images(parts: Mapping[str, LabelledImages]) -> dict[str, dict[str, int]]:
@@ -67,45 +67,13 @@ def count_images(parts: Mapping[str, LabelledImages]) -> dict[str, dict[str, int
     return counts
 
 
-def readable(
-    name: str,
-    parts: Mapping[str, LabelledImages],
-    strict: bool,
-    look: Look | None = None,
-    left_out: Sequence[tuple[str, str]] = (),
-) -> tuple[dict[str, LabelledImages], Inventory]:
-    """Return the splits without unreadable images, and the inventory of all images.
-
-    `look` finds the unreadable images; by default, all images are decoded. If `strict`, unreadable images raise a
-    ValueError, which calls the data `name`.
-    """
-    skipped = [*left_out, *(row for images in parts.values() for row in images.left_out)]
-    inventory = Inventory(count_images(parts), left_out=list(dict.fromkeys(skipped)))
+def unreadable(parts: Mapping[str, LabelledImages], look: Look | None = None) -> list[tuple[Found, str]]:
+    """Return the unreadable images with reasons. `look` finds them; by default, all images are decoded."""
+    found = []
     for split, images in parts.items():
         problems = (look or undecodable)(images) if images.stored else {}
-        inventory.unreadable.extend((_locate(split, images, index), problems[index]) for index in sorted(problems))
-    if inventory.unreadable and strict:
-        first = f"{len(inventory.unreadable)} of the images in {name} cannot be read:"
-        advice = "repair or remove them, or leave them out by omitting --strict (strict=False in Python)"
-        raise ValueError("\n".join([first, *inventory.unreadable_lines(), advice]))
-    bad = {split: [image.place for image, _ in inventory.unreadable if image.split == split] for split in parts}
-    return {n: images.at(np.setdiff1d(np.arange(len(images)), bad[n])) for n, images in parts.items()}, inventory
-
-
-def compared(parts: Mapping[str, LabelledImages], inventory: Inventory, every: bool) -> Inventory:
-    """Return the inventory with the counts of readable images, their duplicates, and blank images.
-
-    Copies of a file are always found. Pictures are compared with each other if `every` is true; otherwise a sample of
-    them is checked for being blank.
-    """
-    pictures = look_at(parts, None if every else SAMPLE)
-    return replace(
-        inventory,
-        counts=count_images(parts),
-        duplicates=find_duplicates(parts, pictures if every else None),
-        blank=blank_lines(parts, pictures, 1 if every else max(3, len(pictures) // 8)),
-        pictures=pictures,
-    )
+        found += [(_locate(split, images, index), problems[index]) for index in sorted(problems)]
+    return found
 
 
 def find_duplicates(parts: Mapping[str, LabelledImages], pictures: Pictures | None = None) -> list[Duplicate]:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.photos.data.inventory import Inventory
     from dulbe_peft.photos.data.looking import Look
+    from dulbe_peft.photos.data.splits import Opened
 
 Part = Annotated[float, Gt(0), Lt(1)]  # a share of the images
-Parts = dict[str, "LabelledImages"]  # the images of the splits that are used; the training split comes first
 UNLABELLED = "images without labels cannot be tested on"
 VALIDATION = ("valid", "validation", "val")  # splits that are tested on if there is no test split
 # Fields that choose among the images.
@@ -52,14 +52,6 @@ class Roles(NamedTuple):
     train: Callable[[], LabelledImages]
     test: tuple[str, Callable[[], LabelledImages]] | None  # the name of the test split and its opener
     unused: list[tuple[str, str, Path | None]]
-
-
-class Opened(NamedTuple):
-    """The training images, the test images or None, and the inventory of both before any were drawn."""
-
-    train: LabelledImages
-    test: LabelledImages | None
-    inventory: Inventory
 
 
 @documented
@@ -169,34 +161,22 @@ class DataSource:
             ValueError: If images are unreadable and `strict` is true, all images of a class are unreadable, there are
                 both a test split and a fraction, or the layout is ambiguous.
         """
-        from dulbe_peft.photos.data.looking import compared
-        from dulbe_peft.photos.data.splits import draw_per_class, hold_out
-
-        given, left_out, notes = _opened_parts(self)
-        name, *tests = given
-        parts, inventory = self._looked_at(given, look, left_out, notes)
-        for lost in (row for row in _present(given[name]) if row not in _present(parts[name])):
-            example, why = next(row for row in inventory.unreadable if row[0].label == lost)
+        given = _given(self)
+        opened = given.readable(self.data, self.strict, look).grouped(self.group, self.group_seconds)
+        for lost in (row for row in _present(given.train) if row not in _present(opened.train)):
+            example, why = next(row for row in opened.inventory.unreadable if row[0].label == lost)
             raise ValueError(
                 f"no image of the class {lost!r} can be read, such as {example.name}: {why}; repair the images, or "
                 "remove the class"
             )
         if self.test_fraction is not None:
-            tests = ["test" if self.test_split == "none" else self.test_split]
-            parts[name], parts[tests[0]] = hold_out(parts[name], self.test_fraction)
-        inventory = compared(parts, inventory, every)
-        train, test = self._renamed(parts[name]), self._renamed(parts[tests[0]]) if tests else None
-        if self.validation_fraction is not None:
-            train, test = hold_out(train, self.validation_fraction, self.draw_seed, "validation")
-        if self.images_per_class is not None:
-            train = draw_per_class(train, self.images_per_class, self.draw_seed)
-        if self.test_images_per_class is not None:
-            if test is None:
-                raise ValueError(
-                    f"test_images_per_class is {self.test_images_per_class}, but there are no test images"
-                )
-            test = draw_per_class(test, self.test_images_per_class, self.draw_seed)
-        return Opened(train, test, inventory)
+            opened = opened.held_out(self.test_fraction, "test" if self.test_split == "none" else self.test_split)
+        opened = opened.compared(every)
+        if self.class_names is not None:
+            opened = opened.renamed(self.class_names)
+        return opened.drawn(
+            self.validation_fraction, self.images_per_class, self.test_images_per_class, self.draw_seed
+        )
 
     def open_split(self, split: str | None, look: Look | None = None) -> tuple[LabelledImages, Inventory]:
         """Open a single split, and look at all of its images.
@@ -204,12 +184,14 @@ class DataSource:
         The split "" means that `data` is a folder of classes; None means the split "test" if `data` has it, and
         otherwise a folder of classes.
         """
-        names, opened = self._openers(self.data)
+        from dulbe_peft.photos.data.splits import Opened
+
+        names, open_one = self._openers(self.data)
         if split is None:
             split = "test" if "test" in names or None not in names else None
-        images = _training_classes_first(opened(split or None), Path(self.data), _class_names)
-        parts, inventory = self._looked_at({images.split or "images": images}, look)
-        (images,) = parts.values()
+        images = _training_classes_first(open_one(split or None), Path(self.data), _class_names)
+        opened = Opened.of({images.split or "images": images}).readable(self.data, self.strict, look)
+        images, _, inventory = opened.grouped(self.group, self.group_seconds)
         return self._renamed(images), inventory
 
     def reopen(self) -> list[LabelledImages]:
@@ -240,21 +222,6 @@ class DataSource:
             return {"test"}, partial(load_data, data, **self.reading)
         available = splits(data, **self.reading)
         return available.keys(), partial(split_of, available, data)
-
-    def _looked_at(
-        self, parts: Parts, look: Look | None, left_out: Sequence[tuple[str, str]] = (), notes: Sequence[str] = ()
-    ) -> tuple[Parts, Inventory]:
-        """Return the readable images of each split with their groups, and the inventory of all images."""
-        from dulbe_peft.photos.data.looking import readable, times_taken
-        from dulbe_peft.photos.data.splits import grouped
-
-        parts, inventory = readable(self.data, parts, self.strict, look, left_out)
-        timed = self.group_seconds is not None
-        times = {split: times_taken(images) for split, images in parts.items()} if timed else {}
-        parts, groups = grouped(parts, self.group, self.group_seconds, times)
-        for images in parts.values():
-            images.columns = {}  # a table of a million rows would travel to every worker that reads images
-        return parts, replace(inventory, notes=[*notes, *groups])
 
     def _renamed(self, images: LabelledImages) -> LabelledImages:
         return images if self.class_names is None else images.renamed(self.class_names)
@@ -349,14 +316,11 @@ def _unused(split: str) -> str:
     return f"the split {split!r}, which is neither trained nor tested on"
 
 
-def _opened_parts(source: DataSource) -> tuple[Parts, list[tuple[str, str]], list[str]]:
-    """Open the training split and the test split, whose labels are those of the training classes.
-
-    Returns:
-        The images of both splits, the files left out with reasons, and notes on what was guessed.
-    """
+def _given(source: DataSource) -> Opened:
+    """Open the training split and the test split, whose labels are those of the training classes."""
     from dulbe_peft.data.folders import OF_A_SYSTEM, folder_content, system_folders
     from dulbe_peft.data.images import UnlabelledError
+    from dulbe_peft.photos.data.splits import Opened
 
     roles, folder, notes = source.splits, Path(source.data), list[str]()
     left_out = [
@@ -389,7 +353,7 @@ def _opened_parts(source: DataSource) -> tuple[Parts, list[tuple[str, str]], lis
         parts[split] = _with_training_labels(parts[split], train.class_names)
     if train.split is not None and folder.is_dir():
         left_out += [(str(folder / name), OF_A_SYSTEM) for name in system_folders(folder)]
-    return parts, left_out, notes + _nested_notes(train, source.group)
+    return Opened.of(parts, left_out, notes + _nested_notes(train, source.group))
 
 
 def _present(images: LabelledImages) -> tuple[str, ...]:

@@ -1,21 +1,130 @@
-"""Hold out images of each class, or draw some of them, by the content of the images; and the groups of images that
-belong together, such as the frames of one animal or one burst, as --group names them.
+"""The images of an opened source, and its steps: leave out, group, hold out, compare, rename and draw images.
+
+Images are held out and drawn by their content. Groups are images that belong together, such as the frames of one
+animal or one burst, as --group names them.
 """
 
 import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from pathlib import PurePosixPath
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dulbe_peft.data.columns import NO_VALUE
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.images import LabelledImages, labelled_images
+from dulbe_peft.photos.data.inventory import Inventory
+from dulbe_peft.photos.data.looking import (
+    SAMPLE,
+    Look,
+    blank_lines,
+    count_images,
+    find_duplicates,
+    look_at,
+    times_taken,
+    unreadable,
+)
 from dulbe_peft.utils.settings import check_int
 from dulbe_peft.utils.terminal import counted, printable
+
+Parts = Mapping[str, LabelledImages]  # the images of one split or two; the training split comes first
+
+
+class Opened(NamedTuple):
+    """The training images, the test images or None, and the inventory of both; each step returns a changed one."""
+
+    train: LabelledImages
+    test: LabelledImages | None
+    inventory: Inventory  # of the images before any were drawn
+
+    @classmethod
+    def of(cls, parts: Parts, left_out: Sequence[tuple[str, str]] = (), notes: Sequence[str] = ()) -> "Opened":
+        """Return the images of one or two splits, with the files that were left out and notes on guesses."""
+        skipped = [*left_out, *(row for images in parts.values() for row in images.left_out)]
+        inventory = Inventory(count_images(parts), left_out=list(dict.fromkeys(skipped)), notes=[*notes])
+        train, *tests = parts.values()
+        return cls(train, tests[0] if tests else None, inventory)
+
+    @property
+    def parts(self) -> dict[str, LabelledImages]:
+        """The images by the names of their splits."""
+        both = zip(self.inventory.counts, (self.train, self.test), strict=False)
+        return {split: images for split, images in both if images is not None}
+
+    def _with(self, parts: Parts, **found: Any) -> "Opened":
+        train, *tests = parts.values()
+        return Opened(train, tests[0] if tests else None, replace(self.inventory, **found))
+
+    def readable(self, name: str, strict: bool, look: Look | None = None) -> "Opened":
+        """Leave out unreadable images, see `looking.unreadable`; if `strict`, an error calls the data `name`."""
+        problems = unreadable(self.parts, look)
+        opened = self._with(self.parts, unreadable=problems)
+        if problems and strict:
+            first = f"{len(problems)} of the images in {name} cannot be read:"
+            advice = "repair or remove them, or leave them out by omitting --strict (strict=False in Python)"
+            raise ValueError("\n".join([first, *opened.inventory.unreadable_lines(), advice]))
+        bad = {split: [image.place for image, _ in problems if image.split == split] for split in self.parts}
+        kept = {n: images.at(np.setdiff1d(np.arange(len(images)), bad[n])) for n, images in self.parts.items()}
+        return opened._with(kept)
+
+    def grouped(self, group: str | None, seconds: float | None) -> "Opened":
+        """Give the images their groups, see the function `grouped`; other columns of the data are dropped."""
+        timed = {} if seconds is None else {split: times_taken(images) for split, images in self.parts.items()}
+        parts, notes = grouped(self.parts, group, seconds, timed)
+        for images in parts.values():
+            images.columns = {}  # a table of a million rows would travel to every worker that reads images
+        return self._with(parts, notes=[*self.inventory.notes, *notes])
+
+    def held_out(self, fraction: float, split: str) -> "Opened":
+        """Hold out a share of the training images as the test split, which is called `split`."""
+        train, test = hold_out(self.train, fraction)
+        parts = {next(iter(self.inventory.counts)): train, split: test}
+        return self._with(parts, counts=count_images(parts))
+
+    def compared(self, every: bool) -> "Opened":
+        """Count the readable images, and find duplicates and blank images.
+
+        Copies of a file are always found. Pictures are compared with each other if `every` is true; otherwise a
+        sample of them is checked for being blank.
+        """
+        parts = self.parts
+        pictures = look_at(parts, None if every else SAMPLE)
+        return self._with(
+            parts,
+            counts=count_images(parts),
+            duplicates=find_duplicates(parts, pictures if every else None),
+            blank=blank_lines(parts, pictures, 1 if every else max(3, len(pictures) // 8)),
+            pictures=pictures,
+        )
+
+    def renamed(self, file: str) -> "Opened":
+        """Rename the classes as a file of names says."""
+        test = None if self.test is None else self.test.renamed(file)
+        return self._replace(train=self.train.renamed(file), test=test)
+
+    def drawn(
+        self,
+        validation_fraction: float | None,
+        images_per_class: int | Sequence[int] | str | None,
+        test_images_per_class: int | None,
+        seed: int,
+    ) -> "Opened":
+        """Test on a share of the training images instead, and draw images of each class; None draws nothing."""
+        train, test = self.train, self.test
+        if validation_fraction is not None:
+            train, test = hold_out(train, validation_fraction, seed, "validation")
+        if images_per_class is not None:
+            train = draw_per_class(train, images_per_class, seed)
+        if test_images_per_class is not None:
+            if test is None:
+                raise ValueError(f"test_images_per_class is {test_images_per_class}, but there are no test images")
+            test = draw_per_class(test, test_images_per_class, seed)
+        return self._replace(train=train, test=test)
 
 
 def hold_out(
@@ -106,7 +215,7 @@ FOLDER = "folder"  # groups are the folders in which the files are
 
 
 def grouped(
-    parts: Mapping[str, LabelledImages],
+    parts: Parts,
     group: str | None,
     seconds: float | None,
     times: Mapping[str, Sequence[float | None]],
@@ -141,7 +250,7 @@ def grouped(
 
 
 def group_names(
-    parts: Mapping[str, LabelledImages],
+    parts: Parts,
     group: str | None,
     seconds: float | None,
     times: Mapping[str, Sequence[float | None]],
@@ -220,7 +329,7 @@ def _named(images: LabelledImages, keys: Sequence[str | None]) -> list[str]:
     ]
 
 
-def _notes(parts: Mapping[str, LabelledImages], keys: Mapping[str, Sequence[str | None]]) -> list[str]:
+def _notes(parts: Parts, keys: Mapping[str, Sequence[str | None]]) -> list[str]:
     """Return sentences on the groups, on those in two splits, and on classes that lie in one group."""
     sizes = Counter(key for of in keys.values() for key in of if key is not None)
     name, most = sizes.most_common(1)[0]

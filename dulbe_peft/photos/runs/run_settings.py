@@ -1,4 +1,4 @@
-"""Read the settings of a run, which are the fields of three dataclasses, from flags and a YAML file.
+"""Read the settings of a run, which are the fields of five dataclasses, from flags and a YAML file.
 
 Flags override the file, and the file overrides the defaults.
 """
@@ -8,11 +8,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin
 
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
 from dulbe_peft.photos.data.source import DataSource
-from dulbe_peft.utils.settings import AtLeastOne, check_value, documented, field_types, setting
+from dulbe_peft.utils.settings import AtLeastOne, check_settings, check_value, documented, field_types, setting
 
 if TYPE_CHECKING:  # the command line reads its flags without these
     import yaml
@@ -24,42 +24,22 @@ if TYPE_CHECKING:  # the command line reads its flags without these
 
 @documented
 @dataclass(frozen=True)
-class StreamArguments(DataSource):
-    """The data source, the model, the classes and the output folder of a stream."""
+class ModelSettings:
+    """The model of a run, how it is trained, and its classifiers."""
 
     model: str = setting("", "Dual encoder such as CLIP or SigLIP: a folder or a Hub id. Required.")
-    output: str = setting("", "Folder for checkpoints and results. Required.")
+    revision: str | None = setting(None, "Revision of a model on the Hub.")
+    attn_implementation: str | None = setting(None, "eager or sdpa. By default, eager on a CPU, where it is faster.")
     strategy: str = setting(
         "frozen", "How to train: NAME or NAME:KEY=VALUE. frozen trains nothing; dulbe is the paper's method."
     )
     classifiers: str | None = setting(
         None, "Classifiers, such as bridge,ranpac:features=4000. By default, the strategy chooses."
     )
-    increment: AtLeastOne | None = setting(None, "Classes per task. By default, one task has all new classes.")
-    initial_increment: AtLeastOne | None = setting(None, "Number of classes in the first task, if it differs.")
-    class_texts: str | None = setting(
-        None, "YAML file with texts that describe a class, which are averaged: 'owl: [an owl, a night bird]'."
-    )
-    class_order: str | None = setting(
-        None, "icarl, pilot, natural, magmax, or a text file with the name or number of a class per line."
-    )
-    order_seed: int | None = setting(
-        None, "Seed of a random class order (1993 in the paper). By default, the order is that of the data."
-    )
-    revision: str | None = setting(None, "Revision of a model on the Hub.")
-    attn_implementation: str | None = setting(None, "eager or sdpa. By default, eager on a CPU, where it is faster.")
     store: bool = setting(True, "Store the features of images and reuse them, if nothing is trained.")
-    dry_run: bool = setting(False, "Print the tasks, layers, parameters and memory of the run, and exit.")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.class_texts == "":
-            raise ValueError("class_texts is '', expected the path of a file")
-
-    @cached_property
-    def source(self) -> DataSource:
-        """The data source, with absolute paths."""
-        return DataSource.of(vars(self)).absolute()
+        check_settings(self)
 
     @cached_property
     def methods(self) -> "tuple[Strategy, list[Recipe | Classifier] | None]":
@@ -71,7 +51,47 @@ class StreamArguments(DataSource):
         return make_strategy(self.strategy), classifiers
 
 
-GROUPS: dict[str, type] = {"stream": StreamArguments, "adapter": AdapterSettings, "learner": LearnerArguments}
+@documented
+@dataclass(frozen=True)
+class StreamSettings:
+    """The tasks of a run, in their order, and its output folder."""
+
+    output: str = setting("", "Folder for checkpoints and results. Required.")
+    increment: AtLeastOne | None = setting(None, "Classes per task. By default, one task has all new classes.")
+    initial_increment: AtLeastOne | None = setting(None, "Number of classes in the first task, if it differs.")
+    class_order: str | None = setting(
+        None, "icarl, pilot, natural, magmax, or a text file with the name or number of a class per line."
+    )
+    order_seed: int | None = setting(
+        None, "Seed of a random class order (1993 in the paper). By default, the order is that of the data."
+    )
+    class_texts: str | None = setting(
+        None, "YAML file with texts that describe a class, which are averaged: 'owl: [an owl, a night bird]'."
+    )
+    dry_run: bool = setting(False, "Print the tasks, layers, parameters and memory of the run, and exit.")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.class_texts == "":
+            raise ValueError("class_texts is '', expected the path of a file")
+
+
+class RunSettings(NamedTuple):
+    """The settings of a run: what is learned, by which model, in which order, and how."""
+
+    data: DataSource
+    model: ModelSettings
+    stream: StreamSettings
+    adapter: AdapterSettings
+    learner: LearnerArguments
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> "RunSettings":
+        """Return settings by name as these records, which check them."""
+        return cls(*(pick(kind, settings) for kind in GROUPS.values()))
+
+
+GROUPS: dict[str, Any] = RunSettings.__annotations__
 
 
 def read_yaml(path: Path, kind: str) -> dict[str, Any]:
@@ -145,11 +165,11 @@ def from_text(name: str, text: str, hint: object) -> Any:
     return check_value(name, hint, text, strict=False)
 
 
-def validated(settings: dict[str, object]) -> tuple[StreamArguments, AdapterSettings, LearnerArguments]:
-    """Return the settings of a run as three objects, which check them; strategy and classifiers are parsed as well."""
-    stream = pick(StreamArguments, settings)
-    _ = stream.methods
-    return stream, pick(AdapterSettings, settings), pick(LearnerArguments, settings)
+def validated(settings: dict[str, Any]) -> RunSettings:
+    """Return the settings of a run as records, which check them; strategy and classifiers are parsed as well."""
+    records = RunSettings.of(settings)
+    _ = records.model.methods
+    return records
 
 
 def pick(kind: Any, settings: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from dulbe_peft.arguments import AdapterSettings, LearnerArguments
 from dulbe_peft.data.names import normalized
 from dulbe_peft.data.tables import TABLES
 from dulbe_peft.photos.data.source import VALIDATION, DataSource
-from dulbe_peft.photos.runs.run_settings import StreamArguments, read_yaml
+from dulbe_peft.photos.runs.run_settings import ModelSettings, StreamSettings, read_yaml
 from dulbe_peft.utils.extras import garbage_collection_off
 from dulbe_peft.utils.terminal import counted, print_once, printable
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.results import Results
     from dulbe_peft.photos.data.looking import Look
+    from dulbe_peft.photos.data.splits import Opened
     from dulbe_peft.streams.progress import FinishedTask
     from dulbe_peft.streams.tasks import Task
 
@@ -42,21 +43,13 @@ def data_or_labels(data: str | None, labels: str | None) -> str | None:
     return labels
 
 
-def open_source(
-    source: DataSource, look: Look | None = None, notes: list[str] | None = None, known: Collection[str] = ()
-) -> tuple[LabelledImages, LabelledImages | None]:
-    """Open a data source and print its inventory; return the training images, and the test images or None.
+def open_source(source: DataSource, look: Look | None = None, known: Collection[str] = ()) -> Opened:
+    """Open a data source and print its inventory; nothing is printed about `known` classes with few images.
 
-    Args:
-        source: The data source.
-        look: A function that finds unreadable images, as in `DataSource.open`.
-        notes: A list to which the lines on problems are appended.
-        known: Learned classes, about which nothing is printed if they have few or no images here.
+    `look` finds the unreadable images, as in `DataSource.open`.
     """
-    train, test, inventory = source.open(look)
-    if notes is not None:
-        problems = inventory.problems(len(inventory.unreadable), known)
-        notes += [line.strip() for line in problems if line]
+    opened = source.open(look)
+    train, test, inventory = opened
     print_once("\n".join([inventory.summary(), *inventory.problems(known=known)]))
     if inventory.unreadable:
         print_once("unreadable images are left out and not counted above; --strict makes them an error")
@@ -75,7 +68,7 @@ def open_source(
         held_out = " held-out ones" if source.validation_fraction else ""
         tested = "" if test is None else f", testing on {len(test)}{held_out}"
         print_once(f"training on {counted(len(train), 'image')}{tested}")
-    return train, test
+    return opened
 
 
 def open_images(source: DataSource, split: str | None, look: Look) -> LabelledImages:
@@ -178,7 +171,8 @@ def report_leaks(train: LabelledImages, test: LabelledImages | None, known: Know
 class Setup:
     """The tasks of a run, and an untrained learner."""
 
-    stream: StreamArguments
+    source: DataSource
+    stream: StreamSettings
     learner: ClassIncrementalLearner
     tasks: list[Task]  # empty if the settings name no data
     left_out: list[str]  # lines on the problems of the data, such as files that are left out
@@ -200,7 +194,7 @@ class Setup:
         """Run the stream in its output folder."""
         from dulbe_peft.streams.run import run_stream
 
-        source, texts = self.stream.source.entry(), self.class_texts()
+        source, texts = self.source.entry(), self.class_texts()
         options: dict[str, Any] = {"source": source, "class_texts": texts, "keep_features": keep_features}
         return run_stream(self.learner, self.tasks, self.stream.output, **options)
 
@@ -225,9 +219,31 @@ def unreadable_finder(learner: ClassIncrementalLearner) -> Look:
     return lambda images: learner.readable_embeds(images)[1]
 
 
-def set_up(stream: StreamArguments, adapter: AdapterSettings, args: LearnerArguments) -> Setup:
+def set_up(
+    source: DataSource,
+    model: ModelSettings,
+    stream: StreamSettings,
+    adapter: AdapterSettings,
+    args: LearnerArguments,
+) -> Setup:
     """Open the data and load the model; add an adapter if the strategy trains one."""
-    strategy, classifiers = stream.methods
+    source, learner = source.absolute(), cache(partial(new_learner, model, adapter, args))
+
+    def look(images: LabelledImages) -> Mapping[int, str]:
+        return unreadable_finder(learner())(images)
+
+    if not source.data:
+        return Setup(source, stream, learner(), [], [])
+    uses_few = stream.dry_run or source.images_per_class is not None  # encoding all images would be wasted
+    # The data are opened first, so that their errors are raised before a model is loaded.
+    opened = open_source(source, None if uses_few else look)
+    tasks = stream_tasks(opened, stream)
+    return Setup(source, stream, learner(), tasks, opened.inventory.lines())
+
+
+def new_learner(model: ModelSettings, adapter: AdapterSettings, args: LearnerArguments) -> ClassIncrementalLearner:
+    """Load a model, add an adapter if the strategy trains one, and return a learner that has learned nothing."""
+    strategy, classifiers = model.methods
     with garbage_collection_off():
         import torch
         from peft import get_peft_model
@@ -237,46 +253,34 @@ def set_up(stream: StreamArguments, adapter: AdapterSettings, args: LearnerArgum
         from dulbe_peft.encoders.loading import load_dual_encoder
         from dulbe_peft.learner import ClassIncrementalLearner
 
-    @cache
-    def make_learner() -> ClassIncrementalLearner:
-        with garbage_collection_off():
-            model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
-        torch.manual_seed(args.seed)
-        if strategy.adapts:
-            config = DualModeLoraConfig(**vars(adapter))
-            if config.target_modules is None and strategy.target_modules is not None:
-                config.target_modules = sorted(strategy.target_modules)
-            model = get_peft_model(model, config, revision=stream.revision)
-        learner = ClassIncrementalLearner(model, processor, args, strategy, classifiers)
-        learner.use_store(open_store(stream.store))
-        return learner
-
-    def look(images: LabelledImages) -> Mapping[int, str]:
-        return unreadable_finder(make_learner())(images)
-
-    left_out: list[str] = []
-    uses_few = stream.dry_run or stream.images_per_class is not None  # encoding all images would be wasted
-    # The data are opened first, so that their errors are raised before a model is loaded.
-    tasks = stream_tasks(stream, left_out, None if uses_few else look) if stream.data else []
-    return Setup(stream, make_learner(), tasks, left_out)
+        base, processor = load_dual_encoder(model.model, model.revision, model.attn_implementation)
+    torch.manual_seed(args.seed)
+    if strategy.adapts:
+        config = DualModeLoraConfig(**vars(adapter))
+        if config.target_modules is None and strategy.target_modules is not None:
+            config.target_modules = sorted(strategy.target_modules)
+        base = get_peft_model(base, config, revision=model.revision)
+    learner = ClassIncrementalLearner(base, processor, args, strategy, classifiers)
+    learner.use_store(open_store(model.store))
+    return learner
 
 
-def stream_tasks(stream: StreamArguments, notes: list[str] | None = None, look: Look | None = None) -> list[Task]:
-    """Return the tasks of the stream that the settings describe; `notes` and `look` are those of `open_source`."""
+def stream_tasks(opened: Opened, stream: StreamSettings) -> list[Task]:
+    """Return the tasks of opened images in the order that the settings describe; copies of images are left out."""
     from dulbe_peft.data.known import KnownImages
     from dulbe_peft.streams.orders import NAMED_ORDERS
     from dulbe_peft.streams.tasks import class_incremental_tasks
     from dulbe_peft.utils.files import read_lines
 
-    train, test = open_source(stream.source, look, notes)
-    train, names = new_images(train, KnownImages()), train.class_names
-    order: Any = stream.class_order
+    train = new_images(opened.train, KnownImages())
+    names, order = train.class_names, stream.class_order
+    numbers: list[int] | list[str] | str | None = order
     if order is not None and order not in NAMED_ORDERS:
         if not Path(order).is_file():
             raise FileNotFoundError(f"class order {order!r} is neither one of {', '.join(NAMED_ORDERS)} nor a file")
-        order = [line.strip() for line in read_lines(order)]
-        if not set(order) <= set(names) and all(line.isdecimal() for line in order):
-            order = [int(line) for line in order]
+        numbers = lines = [line.strip() for line in read_lines(order)]
+        if not set(lines) <= set(names) and all(line.isdecimal() for line in lines):
+            numbers = [int(line) for line in lines]
     first_tasks = _finished_tasks(stream, names)
     learned = sum(map(len, first_tasks)) if first_tasks else stream.initial_increment or 0
     increment = stream.increment or max(1, len(names) - learned)
@@ -285,16 +289,16 @@ def stream_tasks(stream: StreamArguments, notes: list[str] | None = None, look: 
         increment = len(names)
     return class_incremental_tasks(
         train,
-        test,
+        opened.test,
         increment=increment,
         initial_increment=stream.initial_increment,
-        class_order=order,
+        class_order=numbers,
         seed=stream.order_seed,
         first_tasks=first_tasks,
     )
 
 
-def _finished_tasks(stream: StreamArguments, names: Sequence[str]) -> list[tuple[str, ...]]:
+def _finished_tasks(stream: StreamSettings, names: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the class names of the finished tasks in the output folder, if the stream can begin with these tasks.
 
     Classes may have been added to the data since, and the last finished task may be smaller than the others.

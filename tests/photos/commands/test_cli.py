@@ -22,8 +22,8 @@ from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import commands, main
 from dulbe_peft.photos.commands.run import print_results
 from dulbe_peft.photos.report import read_run
-from dulbe_peft.photos.runs.run_settings import GROUPS, StreamArguments, given_settings, pick, validated
-from dulbe_peft.photos.runs.setup import stream_tasks
+from dulbe_peft.photos.runs.run_settings import GROUPS, RunSettings, given_settings, pick, validated
+from dulbe_peft.photos.runs.setup import open_source, stream_tasks
 from dulbe_peft.utils.settings import field_types
 
 SAVED = Path(__file__).parents[2] / "saved" / "0.3.0" / "frozen"
@@ -139,7 +139,7 @@ def test_strategies_and_classifiers_are_flags(folders, tmp_path, capsys, monkeyp
     ):
         assert main(command) == 2 and words in capsys.readouterr().err
     with monkeypatch.context() as context:  # wrong names are refused before anything is opened, loaded or moved
-        context.setattr("dulbe_peft.photos.runs.setup.stream_tasks", None)
+        context.setattr("dulbe_peft.photos.runs.setup.open_source", None)
         for flag, value, words in (
             ("--strategy", "frosen", "did you mean 'frozen'"),
             ("--classifiers", "lda,bayes:kapa=4", "'bayes' classifier has no setting 'kapa'; did you mean"),
@@ -158,7 +158,8 @@ def test_class_order_is_read_from_a_file(folders, tmp_path):
     for order in ("two\none\n\nthree\nzero\n", "2\n0\n1\n3"):
         (tmp_path / "order.txt").write_text(order)
         argv = ["run", "--data", str(folders), "--increment", "1", "--class-order", str(tmp_path / "order.txt")]
-        tasks = stream_tasks(pick(StreamArguments, settings_from(*argv)))
+        source, _, stream, *_ = RunSettings.of(settings_from(*argv))
+        tasks = stream_tasks(open_source(source), stream)
         assert [task.class_names for task in tasks] == [("two",), ("one",), ("three",), ("zero",)]
 
 
@@ -172,8 +173,8 @@ def test_flags_and_yaml_accept_the_same_values(tmp_path):
     assert listed == settings_from("run", *KEYS, "--classifiers", "bridge,lda:shrinkage=0.1")
     assert pick(DualModeLoraConfig, listed).target_modules == ["k_proj", "v_proj"]
     (tmp_path / "run.yaml").write_text("learning_rate: 1e-3\nprecision: float32\nstore: no\nmodel: x\nseed: 3\n")
-    stream, _, args = validated(settings_from("run", "--config", str(tmp_path / "run.yaml")))
-    assert (args.learning_rate, args.precision, args.seed, stream.store) == (1e-3, "float32", 3, False)
+    _, model, _, _, args = validated(settings_from("run", "--config", str(tmp_path / "run.yaml")))
+    assert (args.learning_rate, args.precision, args.seed, model.store) == (1e-3, "float32", 3, False)
 
 
 @pytest.mark.parametrize(

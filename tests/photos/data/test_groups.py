@@ -12,8 +12,8 @@ from dulbe_peft.data.images import labelled_images
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.photos.data.splits import hold_out
-from dulbe_peft.photos.runs.run_settings import StreamArguments
-from dulbe_peft.photos.runs.setup import stream_tasks
+from dulbe_peft.photos.runs.run_settings import StreamSettings
+from dulbe_peft.photos.runs.setup import open_source, stream_tasks
 
 CLASSES = ("ant", "bee", "cat")
 
@@ -137,11 +137,14 @@ def test_group_of_several_classes_is_on_one_side():
 
 
 def test_groups_reach_the_tasks_and_the_record_of_a_run(items, tmp_path, capsys):
-    stream = StreamArguments(str(items), test_fraction=0.3, group="folder", increment=2)
-    tasks = stream_tasks(stream)
+    def tasks_of(group):
+        source = DataSource(str(items), test_fraction=0.3, group=group)
+        return stream_tasks(open_source(source), StreamSettings(increment=2))
+
+    tasks = tasks_of("folder")
     assert [sizes(task.train) != [] for task in tasks] == [True, True]
     assert not {*tasks[0].train.groups} & {*tasks[0].test.groups, *tasks[1].train.groups}
-    again = stream_tasks(StreamArguments(str(items), test_fraction=0.3, group="(item .)", increment=2))
+    again = tasks_of("(item .)")
     assert again[0].train.fingerprint() != tasks[0].train.fingerprint(), "a run with other groups does not continue"
     command = [
         "run",
