@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dulbe_peft.arguments import Query
 from dulbe_peft.classifiers.base import Classifier, Groups
 from dulbe_peft.classifiers.calibration import places_among
 from dulbe_peft.classifiers.groups import check_groups
 from dulbe_peft.classifiers.novelty import sums_of
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.unlabelled import unlabelled_images
+from dulbe_peft.metrics.prediction import Answers
 from dulbe_peft.photos.data.inventory import Found, Inventory
 from dulbe_peft.utils.extras import installed
 from dulbe_peft.utils.settings import check_int
@@ -105,6 +107,7 @@ def suggestions(
     seed: int = 0,
     groups: Groups | None = None,
     labelled: Collection[int | str] | Tensor = (),
+    only: Collection[str] | None = None,
 ) -> list[Suggestion]:
     """Return at most `count` images to label, the most useful first, without copies.
 
@@ -121,6 +124,7 @@ def suggestions(
         groups: (n,), texts or integers; images with the same entry show the same item. Its central image stands for
             an item, and further ones are suggested only when no item is left.
         labelled: Groups that have a label; they come after the others.
+        only: The classes that are possible; None: all.
 
     Reference:
         Typical images: Hacohen et al., "Active Learning on a Budget: Opposite Strategies Suit High and Low Budgets",
@@ -128,12 +132,12 @@ def suggestions(
     """
     count = min(check_int("count", count, 1), len(features))
     if groups is None or not count:
-        return _suggested(features, count, classifier, seed)
+        return _suggested(features, count, classifier, seed, only)
 
     def candidates() -> Iterator[Suggestion]:
         clusters = 0
         for rows in _in_turns(features, groups, labelled):
-            found = _suggested(features[rows], min(count, len(rows)), classifier, seed) if len(rows) else []
+            found = _suggested(features[rows], min(count, len(rows)), classifier, seed, only) if len(rows) else []
             for s in found:
                 yield replace(s, row=int(rows[s.row]), group=s.group and s.group + clusters)
             clusters += max((s.group or 0 for s in found), default=0)
@@ -158,22 +162,25 @@ def _in_turns(features: Tensor, groups: Groups, labelled: Collection[int | str] 
     return [mask.nonzero()[:, 0].cpu() for mask in (central & ~have, central & have, ~central)]
 
 
-def _suggested(features: Tensor, count: int, classifier: Classifier | None, seed: int) -> list[Suggestion]:
+def _suggested(
+    features: Tensor, count: int, classifier: Classifier | None, seed: int, only: Collection[str] | None
+) -> list[Suggestion]:
     """Return the suggestions if each image shows an item of its own."""
     every = np.arange(len(features))
     if classifier is None or not classifier.class_names:
         return _without_copies(features, _typical(features, every, count, seed=seed), count)
-    values, labels = classifier.probabilities(features).topk(min(2, len(classifier.class_names)), dim=1)
+    answers = Answers(classifier, Query(only=None if only is None else tuple(only)))
+    values, labels = answers.probabilities(features).topk(min(2, len(answers.names)), dim=1)
     novelty, novel = classifier.novelty(features).tolist(), _novel(classifier, features)
     margin = (values[:, 0] - values[:, -1]).cpu().numpy()
     many_novel = novel.sum() > MANY * LOST * len(novel)
-    names = [[classifier.class_names[label] for label in row] for row in labels.tolist()]
+    names = [[answers.names[label] for label in row] for row in labels.tolist()]
     sums = None if many_novel else sums_of(classifier.rule, classifier.state)
     means = None if sums is None else F.normalize(sums.means, dim=1)
     kind = "unlike anything learned" if many_novel else "typical"
     typical = _typical(features, every[novel] if many_novel else every, -(-count // 2), means, kind, seed)
     # A single class has the probability 1, whatever the image.
-    trusted = len(classifier.class_names) > 1 and classifier.calibrated
+    trusted = len(answers.names) > 1 and classifier.calibrated
     knows = trusted and len(values) > 0 and float(values[:, 0].mean()) >= KNOWS
     order = margin.argsort(kind="stable") if knows else np.random.default_rng(seed).permutation(every)
 

@@ -257,6 +257,8 @@ def load_learner(
     from dulbe_peft.encoders.loading import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
 
+    if first is not None and learner is None:
+        raise ValueError(f"--classifier is {first!r}, but {model!r} has learned nothing: give a learner, or omit it")
     given, base = defaults | machine, None if model is None else load_dual_encoder(model)
     if learner is not None:
         whole = given.pop("whole_images", None)

@@ -22,8 +22,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.photos.commands.options import OVERWRITE, File, Load, Page, command, learner_options, settings_of
-from dulbe_peft.photos.commands.paths import check_images, claim, given_flags, message_stream, print_next_command
+from dulbe_peft.photos.commands.options import (
+    ONLY,
+    OVERWRITE,
+    File,
+    Load,
+    Page,
+    answers_of,
+    command,
+    learner_options,
+    settings_of,
+)
+from dulbe_peft.photos.commands.paths import (
+    check_given,
+    check_images,
+    claim,
+    given_flags,
+    message_stream,
+    print_next_command,
+)
 from dulbe_peft.photos.data.source import GROUPING, DataSource
 from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted, printable
@@ -45,6 +62,7 @@ def suggest(
     count: AtLeastOne = setting(50, "how many photographs"),
     csv: File | None = setting(None, "write path, reason, predicted, novelty; - is standard output"),
     page: Page | None = setting(None, "also write a page with pictures"),
+    only: File | None = ONLY,
     overwrite: bool = OVERWRITE,
     **groups: Any,
 ) -> None:
@@ -52,6 +70,9 @@ def suggest(
         photos, learner = (learner, *photos), None
     if not photos:
         raise ValueError("name the photographs: dulbe-peft suggest [LEARNER] [--model M] PHOTOS...")
+    if only and learner is None:
+        raise ValueError("--only names classes of a learner: give LEARNER, too")
+    check_given(only=only)
     check_images(photos)
     claim(("--csv", csv, ".csv"), ("--page", page, ".html"), corrected={"--csv"}, overwrite=overwrite)
     from dulbe_peft.utils.files import is_stream, write_csv
@@ -62,7 +83,8 @@ def suggest(
 
     fresh, stream = new_photographs(loaded, list(photos), **groups), message_stream(csv, page)
     images, features, notes, labelled, items = fresh
-    suggested = suggestions(features, count, loaded.classifier if loaded.tasks else None, 0, images.groups, labelled)
+    classifier, possible = loaded.classifier if loaded.tasks else None, answers_of(only, None, loaded.class_names)
+    suggested = suggestions(features, count, classifier, 0, images.groups, labelled, **possible)
     names = [images.item_name(suggestion.row) for suggestion in suggested]
     if table is not None and Path(table).resolve().parent != Path.cwd():  # its paths are relative to its own folder
         names = [os.path.abspath(name) for name in names]
@@ -79,7 +101,7 @@ def suggest(
         write_csv(csv, header, lines)
     if page is not None:
         words = ["dulbe-peft", "serve", learner or "", "--photos", photos[0], "--output", new]
-        serve = shlex.join([*words, *given_flags(**groups)])
+        serve = shlex.join([*words, *given_flags(**groups, only=only)])
         _write_page(Path(page), images, features, suggested, serve if learner and Path(photos[0]).is_dir() else "")
     if csv is None and page is None:
         print("\n".join(f"{printable(name)}\t{printable(reason)}" for name, reason, *_ in lines))

@@ -22,6 +22,7 @@ from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.photos.serving.label_table import LABELS_FILE, Label, LabelTable
 from dulbe_peft.photos.serving.labelling import FEW, Labelling, jpeg, known_spelling
+from dulbe_peft.streams.progress import renamed_classes
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.folders import MANIFEST, CheckpointError
 from dulbe_peft.utils.terminal import counted
@@ -61,11 +62,12 @@ class App:
         group_seconds: float | None = None,
         **answers: Any,
     ) -> None:
-        self.learner, self.output, self.answers = learner, output, answers  # `only` and `sum_up` of a query
+        self.learner, self.output = learner, output
+        self.answers, self.start = answers, len(learner.state.updates)  # `only` and `sum_up` of a query, at the start
         self.seen = self._manifest()  # what the output folder holds, as far as this server knows
         self.table = LabelTable(None if output is None else Path(output, LABELS_FILE))
-        groups = group, group_seconds
-        self.labelling = None if photographs is None else Labelling(learner, photographs, self.table, *groups)
+        given = group, group_seconds, lambda: self.possible().get("only")
+        self.labelling = None if photographs is None else Labelling(learner, photographs, self.table, *given)
         self.saved_state = learner.state
         self.lost: list[int] = []  # labelled photographs that could not be learned, because their files are gone
         labels = {} if self.labelling is None else self.labelling.labels
@@ -86,6 +88,22 @@ class App:
     def unsaved(self) -> bool:
         """Return whether there are changes that have not been saved. With an output folder, each label is."""
         return self.learner.state is not self.saved_state or (self.output is None and bool(self.waiting))
+
+    def possible(self) -> dict[str, Any]:
+        """Return the fields `only` and `sum_up` of a query, with the present names of their classes.
+
+        Raises:
+            ValueError: If no class of `only` is left.
+        """
+        now, fields = renamed_classes(self.learner.state.updates[self.start :]), dict(self.answers)
+        for field, given in self.answers.items():
+            groups = given if isinstance(given, dict) else dict.fromkeys(given or ())
+            left = {now.get(name, name): group for name, group in groups.items()}
+            left = {name: group for name, group in left.items() if name in self.learner.class_names}
+            fields[field] = None if given is None else left if isinstance(given, dict) else tuple(left)
+        if fields.get("only") == ():
+            raise ValueError("no class that is possible would be left: start the server without --only")
+        return fields
 
     def facts(self) -> dict[str, object]:
         """Return what the page shows: the classes and their image counts, the last change, and what is saved."""
@@ -114,9 +132,9 @@ class App:
         images, area = unlabelled_images(image), self.learner.classifier.roc_area
         try:
             reject = None if area is not None and area < HARDLY else REJECT
-            (prediction,) = self.learner.predictions(images, Query(SHOWN, reject, **self.answers))
+            (prediction,) = self.learner.predictions(images, Query(SHOWN, reject, **self.possible()))
         except ValueError:  # too few images were held out to detect images of unknown classes
-            (prediction,) = self.learner.predictions(images, Query(SHOWN, **self.answers))
+            (prediction,) = self.learner.predictions(images, Query(SHOWN, **self.possible()))
         pairs = zip(prediction.classes, prediction.probabilities, strict=True)
         best = [{"class": name, "probability": p} for name, p in pairs]
         (content,) = images.contents()
@@ -186,22 +204,31 @@ class App:
     def rename(self, request: dict[str, object]) -> dict[str, object]:
         """Rename a class. If the new name is that of another class, the two become one."""
         old, new = str(request.get("class")), self.class_of({"class": request.get("to")})
-        return self.edit(f"{old} is now {new}", lambda: self.learner.rename_class(old, new), old)
+        return self.edit(f"{old} is now {new}", lambda: self.learner.rename_class(old, new), old, new)
 
     def forget(self, request: dict[str, object]) -> dict[str, object]:
         """Forget a class. Its photographs lose their labels."""
         name = str(request.get("class"))
-        return self.edit(f"forgotten: {name}", lambda: self.learner.forget_class(name), name)
+        return self.edit(f"forgotten: {name}", lambda: self.learner.forget_class(name), name, None)
 
-    def edit(self, words: str, make: Callable[[], object], *names: str) -> dict[str, object]:
-        """Change the classes `names`, after the labels that wait have been learned."""
+    def edit(self, words: str, make: Callable[[], object], old: str, new: str | None) -> dict[str, object]:
+        """Rename the class `old`, or forget it, after the labels that wait have been learned.
+
+        Labels of photographs that this server does not show, and that wait in the table, follow.
+        """
         self.table.check()
         self.finish()
-        if waits := [place for place in self.waiting if self.photographs().labels[place] in names]:
+        if waits := [place for place in self.waiting if self.photographs().labels[place] == old]:
             name = self.photographs().images.item_name(waits[0])
             raise ValueError(f"the label of {name} waits, because its file is gone: put it back, or undo the label")
         state, labels = self.learner.state, dict(self.table.labels)
-        self.change(make)
+
+        def change() -> None:
+            make()
+            self.possible()
+            self.table.rename({old: new})
+
+        self.change(change)
         self.changes.append(Change(words, state, labels=labels))
         self.trim()
         return self.facts() | {"said": words}

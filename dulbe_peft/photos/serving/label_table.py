@@ -84,6 +84,15 @@ class LabelTable:
                 elif self.labels[key].name == name and name not in after.values():
                     del self.labels[key]
 
+    def rename(self, names: Mapping[str, str | None]) -> None:
+        """Give all labels the new names of their classes, also those that wait; None removes a forgotten class."""
+        new, kept = {class_key(old): name for old, name in names.items()}, dict[bytes, Label]()
+        for key, label in self.labels.items():
+            name = new.get(class_key(label.name), label.name) if label.name else ""
+            if name is not None:
+                kept[key] = replace(label, name=name)
+        self.labels = kept
+
 
 def carry_labels(source: str, output: str, names: Mapping[str, str | None], forgotten: Container[bytes] = ()) -> None:
     """Write the labels that were kept beside the learner `source` beside its corrected copy in `output`.
@@ -94,11 +103,9 @@ def carry_labels(source: str, output: str, names: Mapping[str, str | None], forg
     file = Path(source, LABELS_FILE)
     if not file.is_file():
         return
-    new, carried = {class_key(old): name for old, name in names.items()}, dict[bytes, Label]()
-    for key, label in LabelTable(file).labels.items():
-        name = new.get(class_key(label.name), label.name) if label.name else ""
-        if name is not None and key not in forgotten:
-            carried[key] = replace(label, name=name)
+    table = LabelTable(file)
+    table.rename(names)
+    carried = {key: label for key, label in table.labels.items() if key not in forgotten}
     LabelTable(Path(output, LABELS_FILE)).write(carried)
 
 

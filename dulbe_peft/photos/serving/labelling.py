@@ -2,15 +2,17 @@
 
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dulbe_peft.arguments import Query
 from dulbe_peft.data.decoding import decode_image
 from dulbe_peft.data.names import check_class_names, class_key
 from dulbe_peft.learner import ClassIncrementalLearner
+from dulbe_peft.metrics.prediction import Answers
 from dulbe_peft.photos.serving.label_table import Label, LabelTable
 from dulbe_peft.photos.suggesting import new_photographs, suggestions
 
@@ -34,8 +36,10 @@ class Labelling:
         table: LabelTable,
         group: str | None = None,
         group_seconds: float | None = None,
+        only: Callable[[], tuple[str, ...] | None] = lambda: None,
     ) -> None:
         self.learner, self.table = learner, table
+        self.only = only  # returns the classes that are proposed now; None: all
         fresh = new_photographs(learner, [str(folder)], group, group_seconds)
         self.images, self.features, self.left_out, self.labelled, _ = fresh
         self.content = [content or b"" for content in self.images.contents()]
@@ -59,7 +63,8 @@ class Labelling:
             groups = self.images.groups[places]
             labelled |= set(self.images.groups[[*self.labels, *self.none]].tolist())
         rows, classifier = self.features[places], self.learner.classifier
-        ranked = suggestions(rows, NEXT, classifier, groups=groups, labelled=labelled) if places else []
+        given: dict[str, Any] = {"groups": groups, "labelled": labelled, "only": self.only()}
+        ranked = suggestions(rows, NEXT, classifier, **given) if places else []
         self.reasons = {places[suggestion.row]: suggestion.reason for suggestion in ranked}
         skipped = [place for place in self.skipped if place in self.left]
         self.left = list(dict.fromkeys([*self.reasons, *places, *skipped]))
@@ -70,10 +75,10 @@ class Labelling:
         if not self.left:
             return counts | {"photo": None}
         place, *after = self.left
-        classifier = self.learner.classifier
-        shares = classifier.probabilities(self.features[place][None])[0]
+        answers = Answers(self.learner.classifier, Query(only=self.only()))
+        shares = answers.probabilities(self.features[place][None])[0]
         best = shares.topk(min(SHOWN, len(shares)))
-        names = [classifier.class_names[label] for label in best.indices.tolist()]
+        names = [answers.names[label] for label in best.indices.tolist()]
         proposed = [{"class": n, "probability": p} for n, p in zip(names, best.values.tolist(), strict=True)]
         shown = {"name": self.images.item_name(place), "reason": self.reasons.get(place, ""), "best": proposed}
         return counts | {"photo": place, "after": after[:1]} | shown

@@ -180,8 +180,8 @@ def make_server(
         photographs: A folder of photographs for the page to ask about, the most useful first, or None.
         group: How the photographs form groups, see `splits.grouped`; one of each group is shown before further ones.
         group_seconds: As for `group`.
-        answers: `only` and `sum_up`, as for `ClassIncrementalLearner.predict`. They apply to the answers for dropped
-            photographs, and not to the proposals for labels.
+        answers: `only` and `sum_up`, as for `ClassIncrementalLearner.predict`. Proposals for labels are among `only`,
+            too, and are never groups.
 
     Raises:
         ValueError: If `host` is empty, or no photograph is left to label.

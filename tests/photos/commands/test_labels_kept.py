@@ -20,6 +20,7 @@ import pytest
 from served import photo, two_colours
 
 from dulbe_peft import ClassIncrementalLearner
+from dulbe_peft.arguments import Query
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.serving import App
 from dulbe_peft.utils.folders import CheckpointError, put_back
@@ -325,3 +326,43 @@ def test_killed_server_has_kept_every_answered_label(folder, heap, tmp_path, how
         assert kept(output).items() >= given.items(), "an answered label is lost"
     learned = ClassIncrementalLearner.from_pretrained(output).state.known.learned
     assert how == signal.SIGKILL or sum(map(len, learned.values())) == 8 + len(kept(output))
+
+
+def test_waiting_labels_of_photographs_that_are_not_shown_follow_rename_and_forget(folder, heap, tmp_path):
+    output, others = tmp_path / "taught", tmp_path / "others"
+    app = start(folder, output, heap)
+    names = [label(app, name) for name in ("red", "green", "red")]  # wait when the server is killed
+    others.mkdir()
+    photo(0, 900).save(others / "red-900.png")
+    app = start(folder, output, others)
+    assert not app.waiting
+    app.rename({"class": "red", "to": "scarlet"})
+    assert [*kept(output).values()] == ["scarlet", "green", "scarlet"]
+    app.forget({"class": "green"})
+    assert kept(output) == {names[0]: "scarlet", names[2]: "scarlet"}
+    app.undo({})
+    assert [*kept(output).values()] == ["scarlet", "green", "scarlet"]
+    app.forget({"class": "green"})
+    app = start(folder, output, heap)
+    assert app.known() == ["scarlet"] and len(app.waiting) == 2, "no class comes back after a hard stop"
+    app.finish()
+    assert app.learner.class_names == ("scarlet",)
+
+
+def test_only_possible_classes_are_proposed_for_labels(folder, heap, tmp_path):
+    learner = ClassIncrementalLearner.from_pretrained(folder)
+    app = App(learner, None, heap, only=("green",), sum_up={"green": "plants"})
+    for _ in range(6):
+        shown = app.facts()["labelling"]
+        assert [row["class"] for row in shown["best"]] == ["green"] and shown["best"][0]["probability"] == 1
+        assert "red" not in shown["reason"]
+        label(app)
+    app.rename({"class": "green", "to": "lime"})
+    assert [row["class"] for row in app.facts()["labelling"]["best"]] == ["lime"]
+    (prediction,) = learner.predictions([photo(1, 1)], Query(**app.possible()))
+    assert prediction.classes == ("plants",), "groups follow, too"
+    with pytest.raises(ValueError, match="no class that is possible would be left: start the server without --only"):
+        app.forget({"class": "lime"})
+    assert "lime" in app.learner.class_names
+    app.undo({})
+    assert [row["class"] for row in app.facts()["labelling"]["best"]] == ["green"]

@@ -218,3 +218,18 @@ def test_rejection_says_that_classes_with_one_image_are_rejected_more_often(heap
         capsys.readouterr()
         assert call("predict", out, heap / "one-0.png", *words) == 0
         assert "1 of 4 classes have one image or group, which cannot be left out" in capsys.readouterr().err
+
+
+def test_only_possible_classes_are_proposed(june, heap, tmp_path, capsys):
+    only, table = tmp_path / "only.txt", tmp_path / "t.csv"
+    only.write_text("one\nthree\n")
+    assert call("suggest", june, heap, "--csv", table, "--page", tmp_path / "p.html", "--only", only) == 0
+    assert f"--only {only}" in (tmp_path / "p.html").read_text()
+    proposed = {row[2] for row in read_csv(table)[1:]}
+    assert proposed <= {"one", "three", ""} and proposed & {"one", "three"}
+    assert not any(name in row[1] for row in read_csv(table)[1:] for name in DIGITS if name not in ("one", "three"))
+    capsys.readouterr()
+    assert call("suggest", "--model", demo_model_folder(), heap, "--only", only) == 2
+    assert "--only names classes of a learner" in capsys.readouterr().err
+    assert call("suggest", "--model", demo_model_folder(), heap, "--classifier", "lda") == 2
+    assert "has learned nothing: give a learner" in capsys.readouterr().err
