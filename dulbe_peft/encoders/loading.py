@@ -4,6 +4,7 @@ For SigLIP 2 NaFlex, images of any aspect ratio are packed into one tensor each.
 and, in two more columns, the height and width of the image's grid of patches. Padding rows come last.
 """
 
+import logging
 import math
 import os
 import warnings
@@ -69,6 +70,8 @@ def load_encoder(name: str, record: DualEncoder, revision: str | None, attn_impl
     """Load what `find_model` found as `load_dual_encoder` does, but without a processor."""
     if attn_implementation is None and not torch.accelerator.is_available():
         attn_implementation = "eager"
+    log = logging.getLogger("transformers.modeling_utils")
+    log.addFilter(_no_load_report)
     try:
         model, found = getattr(transformers, record.model).from_pretrained(
             name,
@@ -84,9 +87,16 @@ def load_encoder(name: str, record: DualEncoder, revision: str | None, attn_impl
             raise
         reason = " ".join(str(error).split())
         raise ValueError(f"the model in {name!r} cannot be loaded: {type(error).__name__}: {reason:.300}") from error
+    finally:
+        log.removeFilter(_no_load_report)
     _check_complete(name, found)
     unmap_weights(model)
     return model.eval()
+
+
+def _no_load_report(record: logging.LogRecord) -> bool:
+    """Return False for transformers' report on weights that are left over or missing: `_check_complete` reads them."""
+    return "LOAD REPORT" not in record.getMessage()
 
 
 def _check_complete(name: str, found: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import chain, islice
@@ -212,18 +212,19 @@ def read_batches(
     Raises:
         ChildProcessError: If a process that reads images died.
     """
-    loader: Any
-    if args.num_workers == "auto" and images.images.stored and not images.is_cached:
-        loader = _read_ahead(images, batches, device)
-    else:  # not prepared by accelerate, which would keep every data set and its pixels until the process ends
-        loader = DataLoader(images, batch_sampler=batches, **loader_settings(args, device, len(batches)))
+    ahead = args.num_workers == "auto" and images.images.stored and not images.is_cached
     hidden = not args.progress or processes.world()[0] > 0
     # `disable=None` shows the bar only on a terminal.
     shown: dict[str, Any] = {"unit": " images", "delay": UNSHOWN, "leave": False, "disable": hidden or None}
     with tqdm(total=sum(map(len, batches)), desc=title, **shown) as bar:
+        loader: Any
+        if ahead:  # a batch of large photographs takes long, so the bar moves with each one that is read
+            loader = _read_ahead(images, batches, device, bar.update)
+        else:  # not prepared by accelerate, which would keep every data set and its pixels until the process ends
+            loader = DataLoader(images, batch_sampler=batches, **loader_settings(args, device, len(batches)))
         for number, batch in enumerate(_raise_plainly(loader)):
             yield batch
-            bar.update(len(batches[number]))
+            bar.update(0 if ahead else len(batches[number]))
 
 
 def reading_threads(device: torch.device) -> int:
@@ -236,8 +237,10 @@ def reading_threads(device: torch.device) -> int:
     return min(max(1, free), MOST_THREADS)
 
 
-def _read_ahead(images: PixelDataset, batches: list[list[int]], device: torch.device) -> Iterator[Any]:
-    """Yield the collated batches while threads read the next two, in order.
+def _read_ahead(
+    images: PixelDataset, batches: list[list[int]], device: torch.device, update: Callable[[], object]
+) -> Iterator[Any]:
+    """Yield the collated batches while threads read the next two, in order; call `update` for each image.
 
     Only files are read in this way, because a user's data set may not allow several threads.
     """
@@ -246,7 +249,11 @@ def _read_ahead(images: PixelDataset, batches: list[list[int]], device: torch.de
     try:
         ahead = deque(pool.submit(images.__getitem__, row) for row in islice(rows, 2 * most))
         for batch in batches:
-            values = default_collate([ahead.popleft().result() for _ in batch])
+            read = []
+            for _ in batch:
+                read.append(ahead.popleft().result())
+                update()
+            values = default_collate(read)
             ahead.extend(pool.submit(images.__getitem__, row) for row in islice(rows, len(batch)))
             yield [value.pin_memory() if pinned and torch.is_tensor(value) else value for value in values]
     finally:  # after an error or Ctrl-C, only the images that are being read are finished

@@ -86,11 +86,15 @@ def damage(path: str | Path, error: Exception) -> str:
 def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a table completely or not at all. A text that looks like a formula to a spreadsheet gets an apostrophe.
 
-    A terminal gets the characters that would control it in escaped form.
+    A terminal gets the characters that would control it in escaped form. A file with other characters than ASCII
+    begins with a byte order mark, without which Excel would take it for another encoding.
     """
     if is_standard_output(path) and sys.stdout.isatty():
         rows = [[printable(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    rows = list(rows)
+    plain = all(cell.isascii() for row in chain([header], rows) for cell in row if isinstance(cell, str))
     with output_file(path) as file:
+        file.write("" if plain or is_stream(path) else "\ufeff")
         write_rows(file, header, rows)
 
 

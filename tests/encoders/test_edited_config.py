@@ -1,11 +1,14 @@
 """A model folder whose config.json was edited: a sentence says what does not fit, and nothing is drawn at random."""
 
 import json
+import logging
 import shutil
 from functools import reduce
 
 import pytest
 import tiny_encoders as tiny
+import torch
+from safetensors.torch import load_file, save_file
 
 from dulbe_peft import load_dual_encoder
 
@@ -46,3 +49,22 @@ def test_edited_config_is_an_error_in_one_sentence(folder, tmp_path, field, valu
     with pytest.raises(ValueError, match=message) as error:
         load_dual_encoder(copy)
     assert "\n" not in str(error.value)
+
+
+def test_weights_that_are_left_over_are_no_news(tmp_path):
+    """A published network has a head for its own classes, of which transformers would print a table."""
+    folder = tiny.save_encoder("vit", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"classifier.weight": torch.zeros(3, 4)}, folder / "model.safetensors", {"format": "pt"})
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log = logging.getLogger("transformers.modeling_utils")
+    log.addHandler(handler)
+    try:
+        load_dual_encoder(folder)
+        assert said == []
+        type(load_dual_encoder(folder)[0]).from_pretrained(folder)
+        assert "classifier.weight" in said[0], "transformers prints it, and prints it again after a model was loaded"
+    finally:
+        log.removeHandler(handler)

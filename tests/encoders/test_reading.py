@@ -219,3 +219,28 @@ def test_unreadable_files_are_found_while_the_others_are_kept(folder):
     images = load_data(folder)
     ((index, reason),) = undecodable(images, trained().encoder.kept_images(images).read).items()
     assert images.item_name(index).endswith("4.png") and reason and len(images.pixels.rows) == 39
+
+
+def test_bar_moves_with_each_photograph_before_the_first_batch_is_whole(folder, monkeypatch):
+    moved = []
+
+    class Bar:
+        def __init__(self, total, **shown):
+            assert total == 40
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return None
+
+        def update(self, number=1):
+            moved.append(number)
+
+    monkeypatch.setattr(reading, "tqdm", Bar)
+    for workers in ("auto", 0):
+        batches = rows_of(frozen(num_workers=workers), load_data(folder), size=8)[1]
+        next(batches)
+        assert moved == [1] * 8 * (workers == "auto")
+        assert len(list(batches)) == 4 and sum(moved) == 40
+        moved.clear()

@@ -202,15 +202,18 @@ def _line(row: Prediction) -> str:
 
 
 def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exiftool: str | None) -> None:
-    """Write all predictions to the given files; in a table, an unknown image has one row without a class."""
+    """Write all predictions to the given files. A table has a row for each image, without a class if it is unknown."""
     readable = [row for row in rows if row.error is None]
     if csv:
-        lines = [
-            [row.image, name, f"{probability:.6f}", float(f"{row.novelty:.6g}")]
-            for row in readable
-            for name, probability in zip(row.classes if row.known else [""], row.probabilities)
-        ]
-        write_csv(csv, HEADER, lines)
+        most = max((len(row.classes) for row in readable if row.known), default=1)
+        header = [*HEADER, *(f"{name}_{place}" for place in range(2, most + 1) for name in HEADER[1:3])]
+        lines = []
+        for row in readable:
+            names = row.classes if row.known else [""]
+            cells = [cell for name, p in zip(names, row.probabilities) for cell in (name, f"{p:.6f}")]
+            line = [row.image, *cells[:2], float(f"{row.novelty:.6g}"), *cells[2:]]
+            lines.append(line + [""] * (len(header) - len(line)))
+        write_csv(csv, header, lines)
     if json_file:
         with output_file(json_file) as file:
             print(json.dumps([_as_json(row) for row in rows], indent=1, ensure_ascii=False), file=file)

@@ -25,7 +25,7 @@ def write_contact_sheet(table: Path, output: Path) -> Path:
             path, name, probability = row[0], row[1], float(row[2])
         except (IndexError, ValueError) as error:
             raise ValueError(f"line {line} of {table} is not a row that predict writes: {error}") from error
-        best.setdefault(path, (name, probability))  # an image may have several rows, the most probable class first
+        best.setdefault(path, (name, probability))
     predictions = sorted((name == "", name, probability, path) for path, (name, probability) in best.items())
     parts = [(name, list(rows)) for name, rows in groupby(predictions, key=itemgetter(1))]
     content = {"name": table.name, "images": len(best), "parts": parts, "most": MOST_PICTURES, "picture": _picture}

@@ -125,7 +125,8 @@ def test_repeated_command_encodes_only_the_missing_images(stopped, tmp_path, rea
     assert len(reads) == 8 and set(reads.values()) == {1}
     assert "24 images; written:" in capsys.readouterr().err
     table = read_csv(tmp_path / "t.csv")
-    assert len(table) == 1 + 2 * 24 and len(json.loads((tmp_path / "t.json").read_text())) == 24
+    assert table[0] == ["path", "predicted", "probability", "novelty", "predicted_2", "probability_2"]
+    assert len(table) == 1 + 24 and len(json.loads((tmp_path / "t.json").read_text())) == 24
     expected, copies = whole(stopped, tmp_path, monkeypatch)
     check_equal(table, expected)
     assert content(tmp_path / "sorted") == copies and len(copies) == 24
@@ -359,9 +360,10 @@ def test_groups_get_the_sums_of_their_classes(learner, folders, tmp_path, capsys
     assert main([*command, "--top-k", "3"]) == 0
     found: dict = {}
     header, *rows = read_csv(file)
-    assert header == ["path", "predicted", "probability", "novelty"]
-    for path, name, probability, _ in rows:
-        found.setdefault(path, {})[name] = float(probability)
+    assert header[:6] == ["path", "predicted", "probability", "novelty", "predicted_2", "probability_2"]
+    for path, name, probability, _, *others in rows:
+        pairs = zip([name, *others[::2]], [probability, *others[1::2]], strict=True)
+        found[path] = {group: float(share) for group, share in pairs}
     for row in model.predictions(test, Query(top_k=4)):
         p = dict(zip(row.classes, row.probabilities, strict=True))
         expected = {"odd": p["one"] + p["three"], "even": p["two"], "zero": p["zero"]}
