@@ -1,7 +1,7 @@
 """Find out which columns of a table of labels hold the paths, the labels and the splits."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,6 +30,7 @@ _BOXES = {"bbox", "bboxx", "bboxleft", "bboxxmin", "xmin", "x1", "boxleft", "xce
 _CONFIDENCES = {"confidence", "conf", "score", "detectionconf", "detectionconfidence", "classificationconfidence"}
 # How people and programs write that there is no value.
 NO_VALUE = {"", "nan", "null", "none", "<na>", "#n/a", "n/a", "na", "?", "-"}
+_TIMES = {"timestamp", "datetime", "datetimeoriginal", "createdate"}
 _YES, _NO = {"1", "1.0", "true"}, {"0", "0.0", "false", ""}
 
 
@@ -154,6 +155,16 @@ def time_of(text: str) -> float | None:
     except ValueError:
         return None
     return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+
+
+def times_in(columns: Mapping[str, Callable[[], Sequence[object]]]) -> list[float | None] | None:
+    """Return the times of all rows by the first column of times, see `time_of`, or None if there is no such column."""
+    for name, values in columns.items():
+        if _key(name) in _TIMES:
+            times = [time_of(str(value)) for value in values()]
+            if any(time is not None for time in times):
+                return times
+    return None
 
 
 def _check_utf8(table: Table) -> None:

@@ -5,12 +5,16 @@ This is the only place where the application looks at pictures before they are e
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
+from tqdm.auto import tqdm
 
+from dulbe_peft.data.columns import times_in
 from dulbe_peft.data.glance import SIDE
 from dulbe_peft.data.images import LabelledImages, content_of, labelled_images
 from dulbe_peft.photos.data.inventory import ALIKE, Duplicate, Found, Inventory, Picture, Pictures
+from dulbe_peft.utils import processes
 from dulbe_peft.utils.terminal import counted, printable
 
 SAMPLE = 32  # how many images are checked for being blank when not all pictures are compared
@@ -26,8 +30,13 @@ SAME = "the same picture as another image, in a different file"
 Look = Callable[[LabelledImages], Mapping[int, str]]  # returns index -> reason for unreadable images
 
 
-def undecodable(images: LabelledImages, read: Callable[[int], object] | None = None) -> dict[int, str]:
-    """Return index -> reason for the stored images that cannot be decoded, by `read` if it is given."""
+def undecodable(
+    images: LabelledImages, read: Callable[[int], object] | None = None, progress: bool = True
+) -> dict[int, str]:
+    """Return index -> reason for the stored images that cannot be decoded, by `read` if it is given.
+
+    In a terminal, a bar shows the progress after a second.
+    """
     read = read or images.glance
 
     def problem(index: int) -> str | None:
@@ -37,8 +46,10 @@ def undecodable(images: LabelledImages, read: Callable[[int], object] | None = N
             return str(error)
         return None
 
+    hidden = None if progress and processes.world()[0] == 0 else True  # None shows the bar only in a terminal
+    shown: dict[str, Any] = {"unit": " images", "delay": 1.0, "leave": False, "disable": hidden, "total": len(images)}
     with ThreadPoolExecutor() as pool:  # decoders release Python's lock, and reading waits for the disk
-        problems = enumerate(pool.map(problem, range(len(images))))
+        problems = enumerate(tqdm(pool.map(problem, range(len(images))), desc="read", **shown))
         return {index: why for index, why in problems if why is not None}
 
 
@@ -128,7 +139,11 @@ def look_at(parts: Mapping[str, LabelledImages], most: int | None = None) -> Pic
 
 
 def times_taken(images: LabelledImages) -> list[float | None]:
-    """Return when each image was taken, in seconds since 1970 by the camera's clock, or None if its EXIF lacks it."""
+    """Return when each image was taken, in seconds since 1970, or None if that is not known.
+
+    It is the time in the table of the images, if it has one, as in Camtrap DP and Timelapse, or else that of the
+    camera's clock in the EXIF.
+    """
 
     def taken(index: int) -> float | None:
         try:
@@ -136,6 +151,10 @@ def times_taken(images: LabelledImages) -> list[float | None]:
         except Exception:  # Pillow raises almost anything on damaged files
             return None
 
+    known = times_in(images.columns)
+    if known is not None:
+        times = [known[position] for position in images.indices.tolist()]
+        return [taken(index) if time is None else time for index, time in enumerate(times)]
     with ThreadPoolExecutor() as pool:
         return list(pool.map(taken, range(len(images)))) if images.stored or images.by_path else [None] * len(images)
 

@@ -84,7 +84,10 @@ class Opened(NamedTuple):
         """Hold out a share of the training images as the test split, which is called `split`."""
         train, test = hold_out(self.train, fraction)
         parts = {next(iter(self.inventory.counts)): train, split: test}
-        return self._with(parts, counts=count_images(parts))
+        notes = [*self.inventory.notes]
+        if train.groups is not None and test.groups is not None and (n := len({*train.groups} & {*test.groups})):
+            notes.append(f"{counted(n, 'group')} in training and test images, with the only images of some class")
+        return self._with(parts, counts=count_images(parts), notes=notes)
 
     def compared(self, every: bool) -> "Opened":
         """Count the readable images, and find duplicates and blank images.
@@ -136,7 +139,8 @@ def hold_out(
     images therefore do not matter: an image stays where it is when images are added, and copies within a class stay
     together. If the images have groups, the hash is that of the group, so all images of a group stay together. Every
     class keeps at least one training image. A class with two or more images, or groups, of which `fraction` is half an
-    image or more, gets at least one test image, unless its groups are also those of other classes.
+    image or more, gets at least one test image, unless its groups are also those of other classes. If each group has
+    the only images of some class, these images are trained on, and the others of their group may be held out.
 
     Args:
         dataset: A data set with class names.
@@ -171,9 +175,15 @@ def hold_out(
         edge = drawn[order[count - 1]] if count else -1.0  # copies of an image were given the same number
         tested[members] = drawn[members] <= edge if (drawn[members] > edge).any() else drawn[members] < edge
     if images.groups is not None:  # a group of several classes that is held out of only some of them is trained on
-        tested &= ~np.isin(images.groups, images.groups[~tested])
+        whole = tested & ~np.isin(images.groups, images.groups[~tested])
+        if not whole.any():  # so that a site can be tested although it has the only images of some class
+            members = zip(labels.tolist(), images.groups.tolist(), strict=True)
+            places = np.bincount([label for label, _ in set(members)], minlength=len(images.class_names))
+            whole = tested & ~np.isin(images.groups, images.groups[~tested & (places[labels] > 1)])
+        tested = whole
     if not tested.any():
-        raise ValueError(f"no class has enough images to hold out {fraction} of them")
+        groups = "" if images.groups is None else ", or enough groups"
+        raise ValueError(f"no class has enough images{groups} to hold out {fraction} of them")
     return images.at(np.flatnonzero(~tested)), images.at(np.flatnonzero(tested))
 
 

@@ -213,7 +213,7 @@ def unreadable_finder(learner: ClassIncrementalLearner) -> Look:
 
         def look(images: LabelledImages) -> Mapping[int, str]:
             pixels = encoder.kept_images(images)
-            return undecodable(images, None if pixels is None else pixels.read)
+            return undecodable(images, None if pixels is None else pixels.read, learner.args.progress)
 
         return look
     return lambda images: learner.readable_embeds(images)[1]

@@ -136,6 +136,41 @@ def test_group_of_several_classes_is_on_one_side():
         images.grouped([1, 2])
 
 
+def test_sites_with_classes_of_their_own_can_be_held_out():
+    """As in the example of Camtrap DP: each of four sites has a species that no other site has, and all are blank."""
+    labels, sites = [], []
+    for site in range(4):
+        labels += [0] * 3 + [1 + site] * 2 + [5] * (site < 2)  # blank, the species of the site, one of two sites
+        sites += [site] * (len(labels) - len(sites))
+    pixels = np.random.default_rng(0).integers(0, 255, (len(labels), 4, 4, 3), dtype=np.uint8)
+    pairs = [(Image.fromarray(row), label) for row, label in zip(pixels, labels, strict=True)]
+    images = labelled_images(pairs).at(slice(None), class_names=tuple("abcdef")).grouped(sites)
+    tested = set()
+    for seed in range(20):
+        train, test = hold_out(images, 0.3, seed)
+        assert set(train.labels) == set(labels) and set(test.labels) <= {0, 5}
+        for label in (0, 5):
+            sides = [set(part.groups[part.labels == label]) for part in (train, test)]
+            assert not set.intersection(*sides), "each class has each site on one side"
+        tested |= {*test.labels.tolist()}
+    assert tested == {0, 5}
+    single = images.at(np.flatnonzero((images.labels > 0) & (images.labels < 5)))
+    with pytest.raises(ValueError, match="no class has enough images, or enough groups to hold out"):
+        hold_out(single, 0.3)
+
+
+def test_times_of_a_table_come_before_those_of_the_photographs(tmp_path):
+    """Camtrap DP and Timelapse have times; a photograph without one there has that of its EXIF."""
+    times = ["2024-05-01T10:00:00Z", "2024-05-01T12:00:01+02:00", "2024-05-01 10:30:00", "", "?"]
+    for number, taken in enumerate(["2026:05:01 10:00:00"] * 3 + ["2024:05:01 10:30:01", None]):
+        photo(tmp_path / f"{number}.jpg", number, taken)
+    rows = [f"{number}.jpg,{'ab'[number % 2]},{time}" for number, time in enumerate(times)]
+    (tmp_path / "labels.csv").write_text("\n".join(["path,label,timestamp", *rows]))
+    train, _, inventory = opened(tmp_path / "labels.csv", group_seconds=5)
+    assert sizes(train) == [1, 2, 2] and "1 image without a group" in str(inventory.notes)
+    assert train.groups[0] == train.groups[1] != train.groups[2] == train.groups[3]
+
+
 def test_groups_reach_the_tasks_and_the_record_of_a_run(items, tmp_path, capsys):
     def tasks_of(group):
         source = DataSource(str(items), test_fraction=0.3, group=group)
