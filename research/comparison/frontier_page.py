@@ -1,7 +1,7 @@
 """The tables, the sentence and the figure of a frontier."""
 
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from research.comparison.plan import Plan
 # The page's colours in the dark scheme, in the order of `SERIES`.
 _DARK = ("#8b949e", "#d29922", "#3fb950", "#58a6ff", "#e275ad", "#f0883e", "#39c5cf", "#a371f7")
 _PAPER, _DARK_PAPER, _DARK_INK, _DARK_GRID = "#ffffff", "#161c26", "#eef2f8", "#3c4859"
-_WIDTH = 92  # characters per line below a figure
+_WIDTH = 84  # characters per line below a figure
+_SHOWN = LOSSES[-1] + 0.015  # the largest loss that a figure shows
 
 
 def points_off(loss: float) -> str:
@@ -57,53 +58,78 @@ def loss_table(found: dict[str, Curve], reference: str) -> list[list[str]]:
 
 
 def sentence(found: dict[str, Curve], reference: str) -> str:
-    """Say in one sentence which curves the reference's is above and below, and where."""
-    start, parts = before_training(found).x, {"above": [], "below": [], "near": []}  # type: ignore[var-annotated]
+    """Say in one sentence which curves the reference's is above and below, and at which losses."""
+    start, said = before_training(found).x, []
     for method, curve in found.items():
-        if method == reference or len(curve.places) == 1:
-            continue
-        ahead = {loss: difference(found[reference], curve, start - loss) for loss in LOSSES}
-        known = {loss: each for loss, each in ahead.items() if each is not None}
-        means = [100 * each.mean for each in known.values()]
-        clear = [loss for loss, each in known.items() if each.clear and len(found[reference].seeds & curve.seeds) > 1]
-        if not known:
-            continue
-        where = f"{method} ({signed(min(means) / 100)} to {signed(max(means) / 100)}{_clearly(clear, known)})"
-        side = "above" if min(means) > 0 else "below" if max(means) < 0 else "near"
-        parts[side].append(where)
-    words = {"above": "is above {}", "below": "is below {}", "near": "crosses {}"}
-    said = [words[side].format(", ".join(which)) for side, which in parts.items() if which]
-    losses = f"{', '.join(map(points_off, LOSSES[:-1]))} and {points_off(LOSSES[-1])}"
+        if method != reference and len(curve.places) > 1:
+            each = {loss: difference(found[reference], curve, start - loss) for loss in LOSSES}
+            known = {loss: ahead for loss, ahead in each.items() if ahead is not None}
+            several = len(found[reference].seeds & curve.seeds) > 1
+            sides = (("above", 1), ("below", -1))
+            parts = [
+                _side(word, {x: a for x, a in known.items() if sign * a.mean > 0}, several) for word, sign in sides
+            ]
+            if any(parts):
+                said.append(f"{' and '.join(filter(None, parts))} that of {method}")
     if not said:
         return f"No other method was measured beside {reference}."
-    return f"At equal losses of {losses} points, the curve of {reference} {'; it '.join(said)}."
+    losses = f"{', '.join(map(points_off, LOSSES[:-1]))} or {points_off(LOSSES[-1])}"
+    return (
+        f"Where classes that are never learned may lose {losses} points, the curve of {reference} is "
+        f"{'; '.join(said)} ({count_seeds(found)})."
+    )
 
 
-def _clearly(clear: Sequence[float], known: Collection[float]) -> str:
-    """Say at which losses a difference has an interval that excludes zero."""
-    if not clear:
-        return ", not clear"
-    return ", clear" if len(clear) == len(known) else f", clear at {', '.join(map(points_off, clear))}"
+def _side(word: str, at: dict[float, Difference], several: bool) -> str:
+    """Return on which side a curve is at some losses: "above at 2 and 4 (+0.4 to +1.2, clear at 2)"."""
+    if not at:
+        return ""
+    ends = [signed(pick(each.mean for each in at.values())) for pick in (min, max)]
+    clear = [points_off(loss) for loss, each in at.items() if several and each.clear]
+    notes = [" to ".join(dict.fromkeys(ends))]
+    if several:
+        notes.append("clear" if len(clear) == len(at) else f"clear at {_listed(clear)}" if clear else "not clear")
+    where = "" if len(at) == len(LOSSES) else f" at {_listed(map(points_off, at))}"
+    return f"{word}{where} ({', '.join(notes)})"
+
+
+def _listed(words: Iterable[str]) -> str:
+    """Return "a", "a and b" or "a, b and c"."""
+    *first, last = words
+    return " and ".join(filter(None, (", ".join(first), last)))
+
+
+def count_seeds(found: dict[str, Curve]) -> str:
+    """Return the number of seeds of the curves, in words."""
+    counts = sorted({len(curve.seeds) for curve in found.values()})
+    return "one seed" if counts == [1] else f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} seeds"
 
 
 def frontier_figure(found: dict[str, Curve], caption: str, classifier: str = TEXT) -> Any:
-    """Draw the curves with intervals over the seeds, and the places below them as faint marks."""
-    lines = textwrap.wrap(caption, _WIDTH)
-    look = {"xlabel": "classes that are never learned (%)", "ylabel": f"all learned classes, {classifier} (%)"}
+    """Draw the curves with intervals over the seeds, and the places below them as faint marks.
+
+    Places that lose more than the losses at which curves are compared are outside the figure.
+    """
+    lines, start = textwrap.wrap(caption, _WIDTH), before_training(found)
     trained = {method: curve for method, curve in found.items() if len(curve.places) > 1}
-    figure, axes = new_figure(3.4 + 0.1 * len(trained) + 0.16 * len(lines), **look)
+    shown = [start, *(p for curve in trained.values() for p in curve.places if p.x >= start.x - _SHOWN)]
+    low, high = min(place.x for place in shown), max(place.x for place in shown)
+    floor = max(min(place.y for place in shown), start.y - 0.02)
+    look: dict[str, Any] = {"xlabel": "never learned classes (%)", "ylabel": f"learned classes, {classifier} (%)"}
+    figure, axes = new_figure(3.4 + 0.14 * len(lines), **look)
     for number, (method, curve) in enumerate(trained.items()):
         style: dict[str, Any] = line_style(_PLACES.get(method.lower(), number))
-        below = [place for place in curve.places if place not in curve.hull]
+        below = [place for place in curve.places if place not in curve.hull and place in shown and place.share]
         faint: dict[str, Any] = {**style, "linestyle": "none", "markersize": 3, "alpha": 0.35}
         axes.plot([100 * p.x for p in below], [100 * p.y for p in below], **faint)
         bars = [[_half(getattr(p, side)) for p in curve.hull] for side in ("unlearned", "learned")]
-        style |= {"markersize": 4, "linewidth": 1.5, "elinewidth": 0.7, "capsize": 2, "label": method}
+        style |= {"markersize": 4, "linewidth": 1.5, "elinewidth": 0.5, "label": method}
         xs, ys = ([100 * value for value in values] for values in zip(*((p.x, p.y) for p in curve.hull)))
         axes.errorbar(xs, ys, xerr=bars[0], yerr=bars[1], **style)
-    start = before_training(found)
     axes.plot([100 * start.x], [100 * start.y], "D", color=INK, markersize=6, label="nothing trained", zorder=5)
-    figure.legend(ncols=2, **LEGEND)
+    axes.set(xlim=(100 * low - 0.5, 100 * high + 0.5))
+    axes.set_ylim(bottom=100 * floor - 0.5)
+    axes.legend(**LEGEND | {"loc": "lower left"})
     figure.supxlabel("\n".join(lines), fontsize=7.5, color=INK, x=0.02, ha="left")
     return figure
 

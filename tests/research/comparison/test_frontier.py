@@ -219,8 +219,9 @@ def test_sentence_says_who_is_above_whom_and_where():
     found = curves(made_records(DuLBE=(55, 60), LoRA=(54, 58), weak=(56, 57), strong=(58, 62)), "s")
     said = sentence(found, "DuLBE")
     assert said == (
-        "At equal losses of 0.5, 1, 2, 4 and 8 points, the curve of DuLBE is above LoRA (+0.5 to +2.0, clear); it is "
-        "below strong (-3.0 to -1.5, clear); it crosses weak (-1.0 to +3.0, clear)."
+        "Where classes that are never learned may lose 0.5, 1, 2, 4 or 8 points, the curve of DuLBE is above (+0.5 to "
+        "+2.0, clear) that of LoRA; above at 2, 4 and 8 (+0.3 to +3.0, clear) and below at 0.5 and 1 (-1.0 to -0.5, "
+        "clear) that of weak; below (-3.0 to -1.5, clear) that of strong (2 seeds)."
     )
     lines = loss_table(found, "DuLBE")
     assert lines[1][:3] == ["DuLBE", "52.5", "55.0"] and lines[2][:3] == ["LoRA", "52.0 (-0.5)", "54.0 (-1.0)"]
