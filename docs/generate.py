@@ -1,6 +1,7 @@
 """Generate the parts of the pages that code makes: `python docs/generate.py`, or some of these by name.
 
 tables    the tables of results, between markers: `research.benchmarks.table`
+frontier  `docs/images/frontier.svg`, from the stored cells: `research.benchmarks.curves`
 outputs   what the code of a page prints, between markers; each page is run from the top to its last marker:
 
           <!-- output -->
@@ -242,6 +243,13 @@ def generate_tables() -> None:
         write(page, table.page(read(page), common.RESULTS))
 
 
+def generate_frontier() -> None:
+    from research.benchmarks import common, curves
+
+    for name in curves.FIGURES:
+        write(f"docs/images/{name}.svg", curves.figure(common.RESULTS, name))
+
+
 def generate_outputs() -> None:
     import torch
 
@@ -269,6 +277,11 @@ def screenshot(picture: str) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # where `research` is
-    texts = {"tables": generate_tables, "outputs": generate_outputs, "llms": generate_llms}
+    texts = {
+        "tables": generate_tables,
+        "frontier": generate_frontier,
+        "outputs": generate_outputs,
+        "llms": generate_llms,
+    }
     for part in sys.argv[1:] or [*texts, "report", "label", "comparison"]:
         texts[part]() if part in texts else screenshot(part)

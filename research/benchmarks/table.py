@@ -1,6 +1,6 @@
 """Write the tables and sentences of the docs from the files in `research/benchmarks/results`, between markers.
 
-<!-- table: NAME key=value ... -->      `figures` or a function of `evidence` or `sentences`, with its arguments
+<!-- table: NAME key=value ... -->      `figures`, or a function of `evidence`, `sentences` or `curves`
 <!-- end of table -->
 """
 
@@ -12,7 +12,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from research.benchmarks import evidence, sentences
+from research.benchmarks import curves, evidence, sentences
 
 ROOT = Path(__file__).parents[2]
 EVERY_LINE = ROOT / "research" / "benchmarks" / "tables.md"  # the tables that are too long for the docs
@@ -37,7 +37,7 @@ def made(marker: str, results: Path) -> str:
     settings = dict(argument.split("=", 1) for argument in arguments)
     if name == "figures":
         return figures(results, **settings)
-    content = (evidence.TABLES | sentences.SENTENCES)[name](results, **settings)
+    content = (evidence.TABLES | sentences.SENTENCES | curves.CURVES)[name](results, **settings)
     if isinstance(content, str):
         return content
     head, *lines = content

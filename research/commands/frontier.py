@@ -17,6 +17,7 @@ def frontier(
     file: str = setting(..., "YAML file that says what to measure", place=True),
     output: Folder = setting(..., "folder for all runs, the tables and the figures"),
     cells: Folder | None = setting(None, "folder with measured cells, to which new ones are added (default: cells)"),
+    draw: bool = setting(False, "draw what is measured, and run nothing"),
     jobs: AtLeastOne | None = setting(None, "number of parallel runs, at most one per core (default: all cores)"),
     overwrite: bool = OVERWRITE,
 ) -> None:
@@ -29,7 +30,7 @@ def frontier(
     data = (*(stream["data"] for stream in plan.streams.values()), *unlearned)
     claim(("--output", output, FOLDER), reads=[file], apart=data, overwrite=overwrite)
     claim(("--cells", cells, FOLDER), reads=[file], apart=data)  # measured cells are never put aside
-    records = frontier(plan, folder, cells, jobs)
+    records = frontier(plan, folder, cells, jobs, draw=draw)
     print(frontier_text(plan, records))
     for path in write_figures(plan, records, folder):
         print(f"written: {path}")

@@ -39,8 +39,11 @@ def frontier(
     cells: str | Path | None = None,
     jobs: int | None = None,
     log: Callable[[str], None] = print,
+    draw: bool = False,
 ) -> list[Measured]:
     """Run the cells that no file in the folder `cells` has, write their files, and return all that are measured.
+
+    With `draw`, return those that have a file, and run nothing.
 
     Raises:
         ValueError: A file or a run has other settings, images or another model. Nothing is run.
@@ -54,12 +57,14 @@ def frontier(
     for name in plan.streams:
         if name not in plan.retentions:
             raise ValueError(f"stream {name!r} has no retention; a frontier needs classes that are never learned")
-    work = [_Work(cell, rows, _point(plan, cell), cells / _file(cell)) for cell, rows in plan.every_combination()]
+    work = [_Work(cell, rows, point_of(plan, cell), cells / _file(cell)) for cell, rows in plan.every_combination()]
     found = {one.path: read_measured(one.path, one.cell, one.point, one.rows) for one in work}
     missing = [one for one in work if found[one.path] is None]
     for one in missing:
         is_done(one.cell, output, one.rows)  # refuses a run with other settings before hours of others
     log(f"{len(work) - len(missing)} of {len(work)} cells are measured")
+    if draw:
+        return [record for record in found.values() if record is not None]
     try:
         calls = [(one.cell, one.rows) for one in missing]
         failed, taken = run_missing(output, number_of_jobs(jobs, None), "local", None, log, calls)
@@ -84,7 +89,7 @@ class _Work:
     path: Path
 
 
-def _point(plan: Plan, cell: Cell) -> dict[str, Any]:
+def point_of(plan: Plan, cell: Cell) -> dict[str, Any]:
     return {name: cell.settings[name] for name in plan.choices.get(cell.method, {})}
 
 
@@ -213,7 +218,7 @@ def not_measured(plan: Plan, records: Iterable[Measured]) -> list[str]:
     done = {(record.stream, record.method, as_text(record.point), record.seed) for record in records}
     lines: dict[tuple[str, str, str], list[str]] = {}
     for cell, _ in plan.every_combination():
-        key = (cell.stream, cell.method, as_text(_point(plan, cell)))
+        key = (cell.stream, cell.method, as_text(point_of(plan, cell)))
         if (*key, cell.seed) not in done:
             lines.setdefault(key, []).append(str(cell.seed))
     number = f"seed{'s' * (len(plan.seeds) > 1)}"

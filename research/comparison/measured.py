@@ -19,7 +19,7 @@ from research.comparison.intervals import image_shares, mean_share
 from research.comparison.plan import LAST_TASK, Cell, Row
 
 TEXT = "text"
-_PLACES = ("model", "data", "device")  # settings that belong to a machine; fingerprints stand for the first two
+PLACES = ("model", "data", "device")  # settings that belong to a machine; fingerprints stand for the first two
 
 
 class Point(Record):
@@ -77,9 +77,9 @@ def expected(cell: Cell, point: dict[str, Any]) -> dict[str, Any]:
         "method": cell.method,
         "point": as_json(point),
         "seed": cell.seed,
-        "settings": as_json({key: value for key, value in cell.settings.items() if key not in _PLACES})
+        "settings": as_json({key: value for key, value in cell.settings.items() if key not in PLACES})
         | {"retention_scales": list(cell.retention[1:])},
-        "arguments": {key: value for key, value in arguments_of(cell).items() if key not in _PLACES},
+        "arguments": {key: value for key, value in arguments_of(cell).items() if key not in PLACES},
         "images": [*data_fingerprint(cell.settings), _unlearned_fingerprint(cell.retention[0])],
         "model": _model_fingerprint(cell.settings["model"]),
     }

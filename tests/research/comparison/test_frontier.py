@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +12,17 @@ import yaml
 from pages import drawn
 
 from research.__main__ import run as main
-from research.comparison.cells import read_answers, read_cell
+from research.benchmarks.common import RESULTS
+from research.benchmarks.curves import FIGURES, said
+from research.comparison.cells import arguments_of, as_json, read_answers, read_cell
 from research.comparison.compare import ComparisonError
-from research.comparison.frontier import Curve, Place, curves, difference, frontier, hull, not_measured
+from research.comparison.frontier import Curve, Place, curves, difference, frontier, hull, not_measured, point_of
 from research.comparison.frontier_page import frontier_svg, frontier_text, loss_table, sentence
-from research.comparison.measured import Measured, Point, read_all
-from research.comparison.plan import Row, read_plan
+from research.comparison.measured import PLACES, Measured, Point, read_all, title_of
+from research.comparison.plan import Row, as_text, read_plan
 
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples" / "frontiers"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -102,6 +107,8 @@ def test_only_the_missing_cell_is_run(copied, tmp_path):
     cells, plan, records = copied
     next(cells.glob("digits/DuLBE/*0.1/seed-1.json")).unlink()
     assert not_measured(plan, read_all(cells)) == ["digits: DuLBE: learning_rate=0.1: seeds 1"]
+    drawn_only = frontier(plan, tmp_path / "out", cells, jobs=1, log=quiet, draw=True)
+    assert len(drawn_only) == len(records) - 1 and not (tmp_path / "out").exists()
     again = frontier(plan, tmp_path / "out", cells, jobs=1, log=quiet)
     assert [one.points for one in again] == [one.points for one in records]
     assert len(list((tmp_path / "out").rglob("cell.json"))) == 1
@@ -154,6 +161,30 @@ def test_command_prints_tables_and_writes_figures(copied, finished, tmp_path, ca
     printed = capsys.readouterr().out
     assert frontier_text(plan, records) in printed and "not measured" not in printed
     assert {path.name for path in (tmp_path / "out").glob("*.svg")} == {"digits, text.svg", "digits, lda.svg"}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_stored_cells_are_those_that_the_example_file_lists(path, monkeypatch):
+    for name in ("MODEL", "DATA", "TWIN", "CAMERAS"):
+        monkeypatch.setenv(name, "demo")
+    plan = read_plan(path)
+    planned = {
+        (cell.stream, cell.method, as_text(point_of(plan, cell)), cell.seed): cell
+        for cell, _ in plan.every_combination()
+    }
+    for record in read_all(RESULTS / "frontiers" / path.stem):
+        cell = planned[record.stream, record.method, as_text(record.point), record.seed]
+        shown = {name: value for name, value in as_json(cell.settings).items() if name not in PLACES}
+        assert record.settings == shown | {"retention_scales": list(cell.retention[1:])}, path
+        assert record.arguments == {n: value for n, value in arguments_of(cell).items() if n not in PLACES}
+        assert {title_of(row) for row in plan.rows_of(record.method)} == set(record.points[-1].learned)
+    assert f"frontier examples/frontiers/{path.name} --output" in path.read_text(encoding="utf-8")
+
+
+def test_figure_of_the_docs_says_what_the_stored_cells_show():
+    for name, (file, stream, methods) in FIGURES.items():
+        root = ElementTree.parse(ROOT / "docs" / "images" / f"{name}.svg").getroot()
+        assert root.find(f"{SVG}desc").text == said(RESULTS, file, stream, methods=";".join(methods))
 
 
 # ---------------------------------------------------------------------- curves

@@ -1,0 +1,74 @@
+"""Tables, sentences and figures of the docs from the cells of frontiers in `research/benchmarks/results/frontiers`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dulbe_peft.photos.runs.run_settings import read_yaml
+from research.comparison.frontier import Curve, curves
+from research.comparison.frontier_page import frontier_svg, hull_table, loss_table, sentence
+from research.comparison.measured import TEXT, Measured, read_all
+
+FILES = Path(__file__).parents[2] / "examples" / "frontiers"
+REFERENCE = "DuLBE"
+# Figures of the docs: name -> file, stream and methods.
+FIGURES = {"frontier": ("handwriting", "16 images, ten tasks", ("frozen", "DuLBE", "LoRA", "merged LoRA"))}
+
+
+def frontier(results: Path, file: str, stream: str, classifier: str = TEXT, methods: str = "") -> list[list[str]]:
+    """Return the learned accuracy of each method at equal losses on never learned classes; see `loss_table`."""
+    return loss_table(found(results, file, stream, classifier, methods.split(";") if methods else ()), REFERENCE)
+
+
+def hulls(results: Path, file: str, stream: str, classifier: str = TEXT) -> list[list[str]]:
+    """Return the places on each method's curve; see `hull_table`."""
+    return hull_table(found(results, file, stream, classifier))
+
+
+def said(results: Path, file: str, stream: str, classifier: str = TEXT, methods: str = "") -> str:
+    """Return the sentence that says which curves DuLBE's is above and below, and where."""
+    return sentence(found(results, file, stream, classifier, methods.split(";") if methods else ()), REFERENCE)
+
+
+def cells(results: Path, file: str) -> str:
+    """Return a bullet for each stream of a file: how many of its cells are measured, and which are not."""
+    content, bullets = read_yaml(FILES / f"{file}.yaml", "comparison"), []
+    records = of_file(results, file)
+    for stream in content["streams"]:
+        whole, partly, none = [], [], []
+        for method, settings in content["methods"].items():
+            planned = len(content["seeds"]) * math.prod(len(values) for values in settings.get("choose", {}).values())
+            done = sum((record.stream, record.method) == (stream, method) for record in records)
+            group = none if not done else whole if done == planned else partly
+            group.append(method if group is not partly else f"{method} ({done} of {planned} cells)")
+        parts = (("measured: ", whole), ("in part: ", partly), ("not measured: ", none))
+        bullets.append(f"- {stream}: " + "; ".join(words + ", ".join(names) for words, names in parts if names) + ".")
+    return "\n".join(bullets)
+
+
+def found(
+    results: Path, file: str, stream: str, classifier: str = TEXT, methods: Sequence[str] = ()
+) -> dict[str, Curve]:
+    """Return the curves of a stream in the order of the methods in the file."""
+    every = curves(of_file(results, file), stream, classifier)
+    order = read_yaml(FILES / f"{file}.yaml", "comparison")["methods"]
+    return {method: every[method] for method in order if method in every and (not methods or method in methods)}
+
+
+@cache
+def of_file(results: Path, file: str) -> tuple[Measured, ...]:
+    return tuple(read_all(results / "frontiers" / file))
+
+
+def figure(results: Path, name: str) -> str:
+    """Return a figure of the docs as an SVG file."""
+    file, stream, methods = FIGURES[name]
+    records = [record for record in of_file(results, file) if record.method in methods]
+    return frontier_svg(sorted(records, key=lambda record: methods.index(record.method)), stream, REFERENCE)
+
+
+CURVES: dict[str, Any] = {each.__name__: each for each in (frontier, hulls, said, cells)}
