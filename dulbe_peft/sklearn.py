@@ -13,6 +13,7 @@ import torch
 from dulbe_peft.arguments import LearnerArguments, check_template
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.registry import make_classifier
+from dulbe_peft.classifiers.rule import check_can
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.unlabelled import as_image, unlabelled_images
 from dulbe_peft.encoders.encoder import Encoder
@@ -112,7 +113,7 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
         old = np.isin(y, known)
         new = np.unique(y[~old])
         if old.any():
-            model.rule.check_update()
+            check_can(model.rule, "update")
         seen = np.concatenate([known, new])
         place = {label: index for index, label in enumerate(seen.tolist())}
         labels = np.array([place[label] for label in y.tolist()])

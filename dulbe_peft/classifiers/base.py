@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.checks import check_labels, check_share, unit_features
-from dulbe_peft.classifiers.rule import LeftOut, Rule, linear
+from dulbe_peft.classifiers.checks import SAME_TEXT, check_directions, check_labels, check_share, unit_features
+from dulbe_peft.classifiers.rule import ABILITIES, LeftOut, Rule, added_views, check_can, setting_defaults
 from dulbe_peft.classifiers.state import Fitted, State, check_shapes
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.settings import check_value, field_types
@@ -36,7 +36,6 @@ EXTRA_STATE = "_extra_state"
 MOST_SCORES = 2**24  # scores that a temperature is fitted to; of more held-out images, an even selection is used
 # Share of the classes that must have left-out images. With 1 to 3 of 100 classes, sets of 90 % held 40 to 61 %.
 LEAST_JUDGED = 1 / 3
-SAME_TEXT = 1e-3  # features of the same text on two devices differ by less
 OF_RULES = {"__init__", "register", "logits", *(each for each in vars(Rule) if each[0] != "_")}
 _CLASSES: "dict[type[Rule], type[Classifier]]" = {}  # rule -> the class of its classifiers
 
@@ -96,7 +95,7 @@ class Classifier(nn.Module):
         self.novelty_tasks: tuple[TaskNovelty, ...] = ()
         with float32_by_default():
             self._layouts = self.rule.layouts()
-        if taken := self._layouts.keys() & set(dir(type(self))):
+        if taken := self._layouts.keys() & {*dir(type(self)), *dir(State({}, {}, []))}:
             raise TypeError(f"the {self.name!r} classifier: {min(taken)!r} cannot be the name of a tensor")
         self._class_names: list[str] = []
         self._fitted: dict[type[Fitted], Fitted] = {}
@@ -108,7 +107,7 @@ class Classifier(nn.Module):
         if (buffers := self.__dict__.get("_buffers")) and name in buffers:
             return buffers[name]
         rule = self.__dict__.get("rule")
-        if rule is not None and (name == "reads_text" or name in vars(rule)):
+        if rule is not None and name in vars(rule):
             return getattr(rule, name)
         return super().__getattr__(name)
 
@@ -149,9 +148,14 @@ class Classifier(nn.Module):
         """All seen classes, in the order in which they were learned."""
         return list(self._class_names)
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether it uses text embeddings, required or optional."""
+        return "text_embeds" in self._layouts
+
     def settings(self) -> dict[str, object]:
         """Return the settings, without `embed_dim` and `logit_scale`, and their values as plain data."""
-        return {name: getattr(self.rule, name) for name in self.rule.setting_defaults()}
+        return {name: getattr(self.rule, name) for name in setting_defaults(self.rule_type)}
 
     @classmethod
     def file_names(cls) -> tuple[str, str]:
@@ -277,7 +281,7 @@ class Classifier(nn.Module):
         Raises:
             ValueError: If the classifier cannot learn further images of known classes, or an argument is invalid.
         """
-        self.rule.check_update()
+        check_can(self.rule, "update")
         images = self._unit(image_embeds, "image_embeds")
         indices = check_labels(labels, len(images), len(self._class_names)).to(images.device)
         if len(images):
@@ -293,7 +297,7 @@ class Classifier(nn.Module):
         if not self.reads_text:
             raise ValueError(f"the {self.name!r} classifier has no text embeddings")
         texts = self._unit_texts(text_embeds, len(self._class_names))
-        self.install({"text_embeds": texts} | self.rule.retold(self.state, torch.arange(len(texts))))
+        self.install({"text_embeds": texts} | self.rule.retold(self.state, texts))
 
     @torch.no_grad()
     def move(self, matrix: Tensor) -> None:
@@ -318,11 +322,11 @@ class Classifier(nn.Module):
         """
         from dulbe_peft.classifiers.drift import chosen_map
 
-        if self.rule.follows_drift():
+        if "follow" in self.rule.can:
             old, new = (self.rule.lifted(self.state, each.detach().cpu().double()) for each in (before, after))
             matrix = chosen_map(old, new, labels)
             if matrix is not None:
-                self.install(self.rule.followed(self.state, matrix))
+                self.install(self.rule.moved(self.state, matrix, lifted=True))
 
     def _groups(self, groups: Groups | None, labels: Tensor) -> Tensor | None:
         """Check the groups of the images, and put their numbers on the device of the labels."""
@@ -390,10 +394,10 @@ class Classifier(nn.Module):
         With `views`, sums are taken over the views instead.
         """
         changes = self.rule.added(state, images, labels, new)
-        if views is not None and self.rule.updates:
+        if views is not None and "update" in self.rule.can:
             number = views.shape[1]
             each = self._unit(views.flatten(0, 1), "views", len(labels) * number)
-            changes = {**changes, **self.rule.added_views(state, each, labels, new, number)}
+            changes = {**changes, **added_views(self.rule, state, each, labels, new, number)}
         state = state.replaced(changes, [*self._class_names, *new])
         try:
             check_shapes(self._layouts, {name: tuple(tensor.shape) for name, tensor in state.items()}, state.classes)
@@ -413,7 +417,7 @@ class Classifier(nn.Module):
             return {}, None
         try:
             state = self._with_images(start, images[~held], labels[~held], new)
-            choices = self.rule.chosen(state, images[held], labels[held])
+            choices = self.rule.fitted(state).chosen(images[held], labels[held])
         except ValueError:  # too few images without the held-out ones, or their features cancel out
             return {}, None
         rows = held.nonzero()[:, 0]
@@ -479,13 +483,6 @@ class Classifier(nn.Module):
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         """Return the logits as a function in plain PyTorch and its tensors; see `Rule.formula`."""
         return self.rule.formula(self.state)
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Return the module that `torch.jit.script` compiles instead of this classifier, if its scores are linear."""
-        from dulbe_peft.classifiers.scripted import LinearScores
-
-        function, tensors = self.formula()
-        return LinearScores(**tensors) if function is linear else self
 
     def probabilities(self, image_embeds: Tensor | np.ndarray) -> Tensor:
         """Return the probabilities of all seen classes, softmax(logits / `temperature`), (n, C) in float32.
@@ -638,7 +635,7 @@ class Classifier(nn.Module):
 
         The two must have the same class, settings and texts, and keep sums over images.
         """
-        self.rule.check_merges()
+        check_can(self.rule, "merge")
         check_alike(self, other)
         self._take(self._merged(self.state, other.state))
         # Scores and novelties measured for each classifier alone guarantee nothing for the merged one. Temperatures
@@ -685,12 +682,15 @@ class Classifier(nn.Module):
             image_embed: (d,), the unit feature of the image.
             name: The class of the image.
         """
-        self.rule.check_forgets_images()
+        check_can(self.rule, "forget images")
         place, state = self._place(name, "forgotten"), self.state
         if "counts" in state and int(state.counts[place]) < 2:
             raise ValueError(f"class {name!r:.100} has only one image: forget the class instead")
-        image = self._unit(image_embed[None], "image_embed", 1)[0]
-        self.install(self.rule.without_image(state, image, place))
+        image = self._unit(image_embed[None], "image_embed", 1)
+        changes = self.rule.without(state, image, torch.tensor([place], device=image.device))
+        if "sums" in changes:
+            check_directions(changes["sums"][[place], : self.embed_dim], [name])
+        self.install(changes)
 
     @torch.no_grad()
     def rename_class(self, old: str, new: str, text_embed: Tensor | None = None) -> None:
@@ -715,22 +715,22 @@ class Classifier(nn.Module):
                 raise TypeError(f"the {self.name!r} classifier needs the text embedding of {new!r:.100}")
             changes["text_embeds"] = self.text_embeds.clone()
             changes["text_embeds"][place] = self._unit(text_embed[None], "text_embed", 1, self.rule.text_dim)[0]
-            changes |= self.rule.retold(self.state, torch.tensor([place]))
+            changes |= self.rule.retold(self.state, changes["text_embeds"])
         self.install(changes, [new if known == old else known for known in self._class_names])
 
     @torch.no_grad()
     def join_classes(self, old: str, new: str) -> None:
         """Add the images of class `old` to class `new`: split off the state of `old`, and merge it again."""
-        self.rule.check_merges()
+        check_can(self.rule, "merge")
         kept = torch.arange(len(self._class_names)) == self._place(old, "joined")
         text, state = self._place(new, "joined"), self.state
         # Tensors that do not belong to single classes stay in `rest` and are zero in `part`, so they count once.
         rows = self.rule.forgotten(state, kept)
         rows = {name: torch.zeros_like(tensor) for name, tensor in state.items() if name not in rows} | rows
-        if self.reads_text:
-            rows["text_embeds"] = self.text_embeds[[text]]
         part = state.replaced(rows, [new])
-        part = part.replaced(self.rule.retold(part, torch.tensor([0])))
+        if self.reads_text:
+            own = self.text_embeds[[text]]
+            part = part.replaced({"text_embeds": own} | self.rule.retold(part, own))
         rest = state.replaced(self.rule.forgotten(state, ~kept), [n for n in self._class_names if n != old])
         self._take(self._merged(rest, part))
 
@@ -888,6 +888,8 @@ def check_rule(rule: object) -> None:
     """Raise a `TypeError` unless `rule` is a dataclass derived from `Rule`."""
     if not (isinstance(rule, type) and issubclass(rule, Rule)) or "__dataclass_fields__" not in vars(rule):
         raise TypeError(f"a rule must be a class derived from Rule with @dataclass(frozen=True), got {rule!r:.100}")
+    if wrong := rule.can - ABILITIES.keys():
+        raise TypeError(f"{rule.__name__}.can must be of {', '.join(ABILITIES)}, got {min(wrong)!r:.100}")
 
 
 def _unfilled(kind: type[Rule] | type[Classifier]) -> Classifier:

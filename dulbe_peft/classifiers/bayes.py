@@ -22,10 +22,11 @@ from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.calibration import log_likelihoods, penalties, places_among, worth
+from dulbe_peft.classifiers.checks import SAME_TEXT
 from dulbe_peft.classifiers.class_sums import ClassSums
 from dulbe_peft.classifiers.groups import few_items, groups_of_classes, ranking, rows_by_group, together
 from dulbe_peft.classifiers.ranpac import MOST_FEATURES, RandomLayer, random_layer
-from dulbe_peft.classifiers.rule import LeftOut, TextDim, linear
+from dulbe_peft.classifiers.rule import LeftOut, TextDim, linear, projected
 from dulbe_peft.classifiers.state import Fitted, Layout, State, once, per_class, shared
 from dulbe_peft.classifiers.text_prior import OMEGAS, SCALES, WRONG, Fit, ProjectedFit
 from dulbe_peft.utils.settings import Positive
@@ -87,6 +88,8 @@ class BayesRule(ClassSums):
         judged: (2,), float64: the sum of the weights of the left-out images, and the sum of their squares.
         by_text: (C, omegas, scales, wrong), float64: summed log-losses of each class by the text classifier alone.
         shown: (C,), int64: how many images, or groups, of each class these are.
+        set_aside: (C, as `text_embeds`): the text with which `by_text` and `shown` were measured, if the class has
+            another text now. They do not count then. Zeros for the other classes.
 
     Reference:
         Wang et al., "A Hard-to-Beat Baseline for Training-free CLIP-based Adaptation", 2024, adds the two scores with
@@ -103,7 +106,6 @@ class BayesRule(ClassSums):
 
     name = "bayes"
     summary = "discriminant analysis and the text classifier, added up; names count less the more images there are"
-    adds_up = ("losses", "judged", "by_text", "shown")
 
     @property
     def chooses(self) -> bool:
@@ -140,25 +142,37 @@ class BayesRule(ClassSums):
         return (
             {"text_embeds": per_class(self.text_dim or self.embed_dim, unit=True, may_be_zero=True)}
             | super().tensors()
-            | {name: shared(*sizes, dtype=torch.float64) for name, sizes in tables.items()}
-            | {"by_text": per_class(len(OMEGAS), len(SCALES), len(WRONG), dtype=torch.float64)}
-            | {"shown": per_class(dtype=torch.int64)}
+            | {name: shared(*sizes, dtype=torch.float64, adds=True) for name, sizes in tables.items()}
+            | {"by_text": per_class(len(OMEGAS), len(SCALES), len(WRONG), dtype=torch.float64, adds=True)}
+            | {"shown": per_class(dtype=torch.int64, adds=True)}
+            | {"set_aside": per_class(self.text_dim or self.embed_dim)}
         )
 
     def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         return super().added(state, images, labels, new) | {
-            name: rows for name, rows in state.with_new_rows(len(new)).items() if name in ("by_text", "shown")
+            name: rows
+            for name, rows in state.with_new_rows(len(new)).items()
+            if name in ("by_text", "shown", "set_aside")
         }
 
-    def retold(self, state: State, places: Tensor) -> dict[str, Tensor]:
-        """Forget how well the old texts of some classes described their images."""
-        return {name: state[name].index_fill(0, places.to(state.device), 0) for name in ("by_text", "shown")}
+    def retold(self, state: State, texts: Tensor) -> dict[str, Tensor]:
+        """Set aside how well the old texts described their images. It counts again if they come back."""
+        was, now = state.set_aside.where(aside(state)[:, None], state.text_embeds), texts.to(state.set_aside)
+        other = ((was - now).abs() > SAME_TEXT).any(dim=1)
+        nameless = state.replaced({"set_aside": torch.ones_like(was) * (other & ~was.any(dim=1))[:, None]})
+        return counted(nameless) | {"set_aside": was * other[:, None]}
 
-    def moved(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
-        """Return the sums after a linear map of z; the text embeddings stay.
+    def merged(self, state: State, other: State, places: Tensor) -> dict[str, Tensor]:
+        changes = super().merged(*(each.replaced(counted(each)) for each in (state, other)), places)
+        return changes | {"set_aside": state.set_aside.new_zeros(len(changes["counts"]), state.set_aside.shape[1])}
+
+    def moved(self, state: State, matrix: Tensor, lifted: bool = False) -> dict[str, Tensor]:
+        """Return the sums after a linear map of z, or of x; the text embeddings stay.
 
         Random features do not follow a map of z. Their sums become 0, and their loss so large that it is not chosen.
         """
+        if lifted:
+            return super().moved(state, matrix, lifted)
         if self.text_dim:
             raise ValueError(
                 "a linear map of unprojected features does not map the projected ones, which bayes compares with "
@@ -226,7 +240,7 @@ class BayesRule(ClassSums):
         """Return x, (n, d), for unit features: they, the projected ones if there are any, and the random features."""
         parts = [images]
         if self.text_dim:
-            parts.append(self.projected(state, images))
+            parts.append(projected(state, images))
         if self.random:
             parts.append((images @ RandomLayer.of(self, state).at(images)).relu())
         return torch.cat(parts, dim=1) if len(parts) > 1 else images
@@ -323,7 +337,8 @@ class Choice(Fitted):
         other classes best. If all names together say nearly nothing, no name is an exception. With fixed kappa and
         rho, no name is left out, so that the solution does not depend on the order of the classes.
         """
-        state, table = self.state, self.state.by_text[..., ROBUST]
+        state, (tables, shown) = self.state, counted(self.state).values()
+        table = tables[..., ROBUST]
         given, uniform = state.text_embeds.to(table).any(dim=1), table[:, 0, 0]
         found = nothing = torch.zeros(len(table), dtype=torch.bool, device=table.device)
         for _ in range(2 if self.rule.chooses else 0):  # the second time without the names that were found
@@ -331,14 +346,14 @@ class Choice(Fitted):
             if not len(table) or float(losses.min()) > (1 - LEAST_TOLD) * float(losses[0, 0]):
                 return nothing
             omega, scale = torch.unravel_index(losses.argmin(), losses.shape)
-            beyond = (table[:, omega, scale] / uniform.clamp_min(1e-300) - 1) * state.shown.to(table)
+            beyond = (table[:, omega, scale] / uniform.clamp_min(1e-300) - 1) * shown.to(table)
             found = (beyond * math.log(self.classes) > BEYOND) & given & (uniform > 0)
         return found
 
     @once
     def by_text(self) -> Tensor:
         """Log-loss of the labels by the texts alone, in nats, plus the penalty of w, (omegas, scales, wrong)."""
-        table = self.state.by_text[~self.misnamed].sum(dim=0)
+        table = counted(self.state)["by_text"][~self.misnamed].sum(dim=0)
         penalty = penalties(WRONG, self.chance / math.log(self.classes)).to(table)
         return table / (float(table[0, 0, 0]) or 1.0) * self.chance + penalty
 
@@ -358,7 +373,7 @@ class Choice(Fitted):
     @once
     def named(self) -> bool:
         """Whether the names of any images were judged."""
-        return bool(float(self.state.by_text[:, 0, 0, 0].sum()))
+        return bool(float(counted(self.state)["by_text"][:, 0, 0, 0].sum()))
 
     @once
     def told(self) -> float:
@@ -520,7 +535,13 @@ class Task:
         losses = fit.text_losses(self.x[rows], self.labels[rows], self.weights(state, rows)[rows], USUAL_RHO)
         of = None if self.groups is None else self.groups[rows]
         apart = groups_of_classes(self.labels[rows], of, state.classes)  # photographs of one item are one observation
-        return {"by_text": state.by_text + losses, "shown": state.shown + apart.to(state.shown)}
+        here = (self.inside(state) > 0).to(state.device)
+        known, kept = counted(state, here), state.set_aside * ~here[:, None]
+        return {
+            "by_text": known["by_text"] + losses,
+            "shown": known["shown"] + apart.to(state.shown),
+            "set_aside": kept,
+        }
 
     def left(self, state: State, choice: Choice) -> Left:
         """Leave out up to `MOST_LEFT_OUT` images, each with its group, some of them from classes reduced to one."""
@@ -538,6 +559,17 @@ class Task:
         judged = torch.cat([left, further])
         of, weights = None if groups is None else groups[judged], self.weights(state, rows)[judged]
         return Left(self, left, further, fits, labels[judged], of, weights)
+
+
+def aside(state: State) -> Tensor:
+    """Return the classes whose text is not the one with which `by_text` was measured, (C,) in bool."""
+    return state.set_aside.any(dim=1)
+
+
+def counted(state: State, of: Tensor | None = None) -> dict[str, Tensor]:
+    """Return `by_text` and `shown` without what was measured with another text, of all classes or of some, (C,)."""
+    gone = (aside(state) if of is None else aside(state) & of).nonzero()[:, 0]
+    return {name: state[name].index_fill(0, gone.to(state[name].device), 0) for name in ("by_text", "shown")}
 
 
 def lone_classes(state: State, inside: Tensor, groups: Tensor) -> Tensor:

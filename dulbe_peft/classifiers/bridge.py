@@ -66,7 +66,7 @@ class BridgeRule(Rule):
         "that recognised its training images best"
     )
     needs_text = True
-    updates = True
+    can = frozenset({"update", "move", "follow"})
     file_stem = "head"
 
     def tensors(self) -> dict[str, Layout]:
@@ -76,8 +76,8 @@ class BridgeRule(Rule):
         return {
             "visual_prototypes": per_class(self.embed_dim, unit=True),
             **self.weights(len(depths)),
-            "counts": per_class(dtype=torch.int64),
-            "lengths": per_class(dtype=torch.float64),
+            "counts": per_class(dtype=torch.int64, power=1),
+            "lengths": per_class(dtype=torch.float64, power=1),
             "depths": shared(start=depths),
         }
 
@@ -146,19 +146,19 @@ class BridgeRule(Rule):
         """Return tau z . w_c. It is linear in z, so the sum over the depths is folded into one vector per class."""
         return self.logit_scale * images @ self.fitted(state).ensemble.T
 
-    def without_group(self, state: State, images: Tensor, labels: Tensor) -> State:
-        """Return the state with v_c, n_c and l_c without the images; the reliabilities do not change."""
+    def without(self, state: State, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return v_c, n_c and l_c without the images; the reliabilities do not change."""
         places = labels.to(state.lengths.device)
         sums = state.visual_prototypes.to(places.device).double() * state.lengths[:, None]
         sums = sums.index_add(0, places, -images.to(sums))
         rest = {"visual_prototypes": F.normalize(sums, dim=1), "lengths": sums.norm(dim=1)}
         counts = state.counts - labels.bincount(minlength=len(sums)).to(state.counts)
-        return state.replaced(rest | {"counts": counts})
+        return rest | {"counts": counts}
 
-    def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
+    def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor | None:
         """Return the scores with v_c recomputed without the image; the reliabilities do not change."""
         if groups is not None:
-            return self.without_groups(state, images, labels, groups)
+            return super().left_out(state, images, labels, groups)
         lengths = state.lengths[labels.to(state.lengths.device), None].to(images)
         visual = F.normalize(state.visual_prototypes[labels].float() * lengths - images, dim=1)
         bridges = bridge_prototypes(visual, state.text_embeds[labels].float(), state.depths.float())
@@ -166,7 +166,7 @@ class BridgeRule(Rule):
         scores = self.logit_scale * (images * ensemble).sum(dim=1, keepdim=True)
         return self.scores(state, images).scatter(1, labels[:, None], scores)
 
-    def moved(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
+    def moved(self, state: State, matrix: Tensor, lifted: bool = False) -> dict[str, Tensor]:
         """Replace v_c by the direction of v_c M. Texts, reliabilities, counts and lengths do not change."""
         return {"visual_prototypes": F.normalize(state.visual_prototypes.double().cpu() @ matrix, dim=1)}
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.utils.tensors import has_values
 
+SAME_TEXT = 1e-3  # features of the same text on two devices differ by less
 TOLERANCE = 1e-5  # difference that counts as rounding, relative to the largest score
 ROWS = 256  # number of random features on which scores are compared
 

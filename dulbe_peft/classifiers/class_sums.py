@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.checks import check_directions
-from dulbe_peft.classifiers.evidence import Sums
 from dulbe_peft.classifiers.rule import Rule, sums_without
 from dulbe_peft.classifiers.state import Layout, State, per_class, shared
 
@@ -33,9 +32,7 @@ class ClassSums(Rule):
     """
 
     exact_forgetting = False  # a subclass may make it a setting
-    updates = True
-    adds_up: ClassVar[tuple[str, ...] | None] = ()
-    moves = ("sums", "scatter", "factors")  # the part of the drift that is not linear is not added to W
+    can: ClassVar[frozenset[str]] = frozenset({"update", "merge", "forget images", "move", "follow"})
 
     @property
     def width(self) -> int:
@@ -44,18 +41,16 @@ class ClassSums(Rule):
 
     def tensors(self) -> dict[str, Layout]:
         sums = {
-            "sums": per_class(self.width, dtype=torch.float64),
-            "counts": per_class(dtype=torch.int64),
-            "scatter": shared(self.width, self.width, dtype=torch.float64),
+            # The part of the drift that is not linear is not added to W.
+            "sums": per_class(self.width, dtype=torch.float64, moves=True, power=1),
+            "counts": per_class(dtype=torch.int64, power=1),
+            "scatter": shared(self.width, self.width, dtype=torch.float64, moves=True, power=1),
             "freedom": shared(dtype=torch.int64),
         }
         if not self.exact_forgetting:
             return sums
-        factors = per_class(self.width, dtype=torch.float64, of="factor_rows")
+        factors = per_class(self.width, dtype=torch.float64, of="factor_rows", moves=True, power=0.5)
         return sums | {"factor_rows": per_class(dtype=torch.int64), "factors": factors}
-
-    def followed(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
-        return Rule.moved(self, state, matrix)  # all sums are of x
 
     def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         images, labels = self.lifted(state, images.to(state.sums)), labels.to(state.sums.device)
@@ -123,19 +118,17 @@ class ClassSums(Rule):
             changes |= {"scatter": factors.T @ factors, "freedom": counts.sum() - len(counts)}
         return changes
 
-    def without_group(self, state: State, images: Tensor, labels: Tensor) -> State:
-        rows, labels = self.lifted(state, images.to(state.sums)), labels.to(state.sums.device)
-        counts = state.counts.to(rows)
-        sums = Sums(state.sums / counts[:, None], counts, state.scatter, int(state.freedom)).without(rows, labels)
-        changes = {"sums": sums.means * sums.counts[:, None], "counts": sums.counts, "scatter": sums.scatter}
-        return state.replaced(changes | {"freedom": torch.full_like(state.freedom, sums.freedom)})
+    def without(self, state: State, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        changes: dict[str, Tensor] = {}
+        for image, label in zip(images, labels.tolist(), strict=True):
+            changes |= self._without_image(state.replaced(changes), image, label)
+        return changes
 
-    def without_image(self, state: State, image: Tensor, label: int) -> dict[str, Tensor]:
+    def _without_image(self, state: State, image: Tensor, label: int) -> dict[str, Tensor]:
         """Subtract v v', v = sqrt(n / (n - 1)) (x - m_c), from the contribution of the class to W; see `downdated`."""
-        images, lifted = int(state.counts[label]), self.lifted(state, image[None].to(state.sums))[0]
-        row = (images / (images - 1)) ** 0.5 * (lifted - state.sums[label] / images)
-        changes = sums_without(state, lifted, label) | {"freedom": state.freedom - 1}
-        check_directions(changes["sums"][[label], : self.embed_dim], [state.class_names[label]])
+        images, lifted = int(state.counts[label]), self.lifted(state, image[None].to(state.sums))
+        row = (images / (images - 1)) ** 0.5 * (lifted[0] - state.sums[label] / images)
+        changes = sums_without(state, lifted, torch.tensor([label])) | {"freedom": state.freedom - 1}
         if not self.exact_forgetting:
             return changes | {"scatter": state.scatter - torch.outer(row, row)}
         parts = list(state.factors.split(state.factor_rows.tolist()))

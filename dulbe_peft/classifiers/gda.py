@@ -48,16 +48,10 @@ class GdaRule(LdaRule):
     name = "gda"
     summary = "GDA-CLIP: linear discriminant analysis and the text classifier, added up with one weight"
     needs_text = True
-    adds_up = ("losses",)
 
     def tensors(self) -> dict[str, Layout]:
-        return super().tensors() | {"losses": shared(len(ALPHAS), len(TEMPERATURES), len(WRONG), dtype=torch.float64)}
-
-    def upgraded(self, tensors: dict[str, Tensor], classes: int) -> dict[str, Tensor]:
-        """Give an older table, which knew no wrong labels, the same loss for every share of them."""
-        if "losses" not in tensors or tensors["losses"].ndim != 2:
-            return tensors
-        return tensors | {"losses": tensors["losses"][..., None].repeat(1, 1, len(WRONG))}
+        sizes = len(ALPHAS), len(TEMPERATURES), len(WRONG)
+        return super().tensors() | {"losses": shared(*sizes, dtype=torch.float64, adds=True)}
 
     def judged(
         self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None

@@ -45,7 +45,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,14 +100,22 @@ class PooledBridgeRule(BridgeRule):
         "bridge-prototype head for CLIP's own features: between the mean of a class's training images and its name, "
         "at the depths that classified left-out images of all classes best"
     )
-    adds_up = ("counts", "confidence", "left_out_counts", "text_confidence", "rivals")
+    can = BridgeRule.can | {"merge"}
+
+    def tensors(self) -> dict[str, Layout]:
+        layouts = super().tensors()
+        return layouts | {"counts": replace(layouts["counts"], adds=True)}
 
     def weights(self, depths: int) -> dict[str, Layout]:
+        sums: dict[str, Any] = {
+            "adds": True,
+            "views": False,
+        }  # the views of a left-out image would remain in the prototypes
         return {
-            "confidence": per_class(depths, dtype=torch.float64),
-            "left_out_counts": per_class(dtype=torch.int64),
-            "text_confidence": per_class(dtype=torch.float64),
-            "rivals": per_class(dtype=torch.int64),
+            "confidence": per_class(depths, dtype=torch.float64, **sums),
+            "left_out_counts": per_class(dtype=torch.int64, **sums),
+            "text_confidence": per_class(dtype=torch.float64, **sums),
+            "rivals": per_class(dtype=torch.int64, **sums),
         }
 
     def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
@@ -197,13 +206,6 @@ class PooledBridgeRule(BridgeRule):
     def forgotten(self, state: State, kept: Tensor) -> dict[str, Tensor]:
         # Every part of a head needs the depths, see `join_classes`.
         return super().forgotten(state, kept) | {"depths": state.depths}
-
-    def added_views(
-        self, state: State, views: Tensor, labels: Tensor, new: Sequence[str], number: int
-    ) -> dict[str, Tensor]:
-        """Return only the prototypes with the views, because the views of a left-out image would remain in them."""
-        changes = super().added_views(state, views, labels, new, number)
-        return {name: changes[name] for name in ("visual_prototypes", "counts", "lengths")}
 
     def fitted(self, state: State) -> Depths:
         return Depths.of(self, state)

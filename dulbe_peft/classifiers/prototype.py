@@ -30,11 +30,13 @@ class PrototypeRule(Rule):
 
     name = "prototype"
     summary = "class means: each class is the mean of its training images; an image goes to the nearest mean"
-    updates = True
-    adds_up: ClassVar[tuple[str, ...] | None] = ("counts", "sums")
+    can: ClassVar[frozenset[str]] = frozenset({"update", "merge", "forget images", "move", "follow"})
 
     def tensors(self) -> dict[str, Layout]:
-        return {"counts": per_class(dtype=torch.int64), "sums": per_class(self.embed_dim, dtype=torch.float64)}
+        return {
+            "counts": per_class(dtype=torch.int64, adds=True, power=1),
+            "sums": per_class(self.embed_dim, dtype=torch.float64, adds=True, power=1),
+        }
 
     def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         kept, device = state.with_new_rows(len(new)), state.sums.device
@@ -42,10 +44,8 @@ class PrototypeRule(Rule):
         check_directions(sums[len(sums) - len(new) :], new)
         return {"sums": sums, "counts": kept["counts"] + torch.bincount(labels, minlength=len(sums))}
 
-    def without_image(self, state: State, image: Tensor, label: int) -> dict[str, Tensor]:
-        changes = sums_without(state, image, label)
-        check_directions(changes["sums"][[label]], [state.class_names[label]])
-        return changes
+    def without(self, state: State, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return sums_without(state, images, labels)
 
     def fitted(self, state: State) -> Prototypes:
         return Prototypes.of(self, state)
@@ -53,19 +53,15 @@ class PrototypeRule(Rule):
     def scores(self, state: State, images: Tensor) -> Tensor:
         return self.logit_scale * images @ self.fitted(state).visual_prototypes.T
 
-    def without_group(self, state: State, images: Tensor, labels: Tensor) -> State:
-        sums = state.sums.index_add(0, labels.to(state.sums.device), -images.to(state.sums))
-        return state.replaced({"sums": sums, "counts": state.counts - labels.bincount(minlength=len(sums)).to(sums)})
-
-    def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
+    def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor | None:
         if groups is not None:
-            return self.without_groups(state, images, labels, groups)
+            return super().left_out(state, images, labels, groups)
         scores = self.scores(state, images)
         rest = state.sums[labels.to(state.sums.device)] - images.to(state.sums)
         target_scores = self.logit_scale * (images * F.normalize(rest, dim=1).to(images)).sum(dim=1, keepdim=True)
         return scores.scatter(1, labels[:, None], target_scores)
 
-    def moved(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
+    def moved(self, state: State, matrix: Tensor, lifted: bool = False) -> dict[str, Tensor]:
         """Replace v_c by the direction of v_c M. The length of the sum, and so the weight of new images, is kept."""
         directions = F.normalize(state.sums @ matrix.to(state.sums.device), dim=1)
         return {"sums": directions * state.sums.norm(dim=1, keepdim=True)}

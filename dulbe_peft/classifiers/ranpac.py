@@ -76,6 +76,7 @@ class RanpacRule(RidgeRegression):
     seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0
     ridge: Positive | Literal["auto"] = "auto"
 
+    can = RidgeRegression.can - {"move"}
     gram_type: ClassVar[torch.dtype] = torch.float32
     name = "ranpac"
     summary = "RanPAC: analytic ridge after a fixed random layer, so that class borders can be curved"
@@ -88,12 +89,8 @@ class RanpacRule(RidgeRegression):
     def unit(self) -> float:
         return self.features
 
-    @classmethod
-    def follows_drift(cls, drift: str = "auto") -> bool:
-        return drift == "auto"
-
-    def moved(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
-        return {}
+    def moved(self, state: State, matrix: Tensor, lifted: bool = False) -> dict[str, Tensor]:
+        return super().moved(state, matrix, lifted) if lifted else {}
 
     def lifted(self, state: State, images: Tensor) -> Tensor:
         return (images @ RandomLayer.of(self, state).at(images)).relu()

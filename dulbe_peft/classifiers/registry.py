@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dulbe_peft.classifiers.base import Classifier, classifier_of
-from dulbe_peft.classifiers.rule import Rule
+from dulbe_peft.classifiers.rule import Rule, setting_defaults
 from dulbe_peft.utils.specs import Registry, closest, convert, format_spec, parse_spec, split_specs
 
 Kind = TypeVar("Kind", bound=type[Rule] | type[Classifier])
@@ -54,7 +54,7 @@ class Recipe:
     @property
     def settings(self) -> dict[str, object]:
         """Return all settings: the defaults, replaced by the chosen ones."""
-        return self.kind.rule_type.setting_defaults() | self.chosen
+        return setting_defaults(self.kind.rule_type) | self.chosen
 
 
 def register_classifier(given: Kind) -> Kind:
@@ -105,7 +105,7 @@ def parse_classifiers(specs: str | Classifier | Iterable[str | Recipe | Classifi
 
 def can_project(kind: type[Classifier]) -> bool:
     """Return whether a classifier can compare names with projected features, and not only with the features."""
-    return "text_dim" in kind.rule_type.setting_defaults()
+    return "text_dim" in setting_defaults(kind.rule_type)
 
 
 def make_classifier(
@@ -152,7 +152,7 @@ def spec(classifier: Classifier) -> str:
     >>> spec(make_classifier("bridge:depths=0/0.5", embed_dim=512))
     'bridge:depths=0.0/0.5'
     """
-    usual = classifier.rule.setting_defaults()
+    usual = setting_defaults(classifier.rule_type)
     settings = classifier.settings().items()
     changed = {key: value for key, value in settings if usual[key] != value and key != "text_dim"}
     return format_spec(classifier.name, changed)

@@ -41,11 +41,8 @@ class RidgeRegression(Rule):
     if TYPE_CHECKING:  # a setting of each subclass
         ridge: Positive | Literal["auto"] = "auto"
 
-    updates = True
-    # The errors add up only approximately: each classifier measured them over the classes that it knew.
-    adds_up = ("counts", "sums", "gram", "errors")
+    can: ClassVar[frozenset[str]] = frozenset({"update", "merge", "forget images", "move", "follow"})
     gram_type: ClassVar[torch.dtype] = torch.float64
-    moves = ("sums", "gram")  # exact if the drift is linear
 
     @property
     def width(self) -> int:
@@ -57,14 +54,13 @@ class RidgeRegression(Rule):
 
     def tensors(self) -> dict[str, Layout]:
         return {
-            "counts": per_class(dtype=torch.int64),
-            "sums": per_class(self.width, dtype=torch.float64),
-            "gram": shared(self.width, self.width, dtype=self.gram_type),
-            "errors": shared(len(RIDGES), dtype=torch.float64),
+            "counts": per_class(dtype=torch.int64, adds=True, power=1),
+            # Following is exact if the drift is linear.
+            "sums": per_class(self.width, dtype=torch.float64, adds=True, moves=True, power=1),
+            "gram": shared(self.width, self.width, dtype=self.gram_type, adds=True, moves=True, power=1),
+            # They add up only approximately: each classifier measured them over the classes that it knew.
+            "errors": shared(len(RIDGES), dtype=torch.float64, adds=True),
         }
-
-    def followed(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
-        return Rule.moved(self, state, matrix)  # all sums are of h
 
     def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         rows, gram = state.with_new_rows(len(new)), _gram(state)
@@ -75,27 +71,10 @@ class RidgeRegression(Rule):
         counts = torch.bincount(labels, minlength=len(rows["counts"])).to(rows["counts"])
         return {"gram": gram, "sums": rows["sums"], "counts": rows["counts"] + counts}
 
-    def without_image(self, state: State, image: Tensor, label: int) -> dict[str, Tensor]:
+    def without(self, state: State, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         gram = _gram(state)
-        lifted = self.lifted(state, image[None].to(gram))
-        return sums_without(state, lifted[0], label) | {"gram": gram - lifted.T @ lifted}
-
-    def chosen(self, state: State, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Add the squared error of every lambda on held-out images to `errors`, from one eigendecomposition of G."""
-        if self.ridge != "auto":
-            return {}
-        values, vectors = torch.linalg.eigh(_gram(state))
-        sums, squares, products = state.sums @ vectors, torch.zeros_like(vectors), torch.zeros_like(values)
-        for part, classes in zip(images.split(CHUNK), labels.to(sums.device).split(CHUNK), strict=True):
-            lifted = self.lifted(state, part.to(vectors)) @ vectors
-            squares += lifted.T @ lifted
-            products += (lifted * sums[classes]).sum(dim=0)
-        # With L lifted, S sums, T one-hot and D = diag(d): |L D S' - T|^2 = d'(L'L * S'S) d - 2 tr(T'L D S') + n.
-        squares *= sums.T @ sums
-        scales = (1 / (values.clamp_min(0) + ridge * self.unit) for ridge in RIDGES)
-        return {
-            "errors": state.errors + torch.stack([d @ squares @ d - 2 * products @ d + len(images) for d in scales])
-        }
+        lifted = self.lifted(state, images.to(gram))
+        return sums_without(state, lifted, labels) | {"gram": gram - lifted.T @ lifted}
 
     def strength(self, state: State) -> float:
         """Return lambda; with "auto", `unit` as long as no image was held out."""
@@ -146,6 +125,23 @@ class Solution(Fitted):
     """The solution of a ridge regression."""
 
     rule: RidgeRegression
+
+    def chosen(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Add the squared error of every lambda on held-out images to `errors`, from one eigendecomposition of G."""
+        rule, state = self.rule, self.state
+        if rule.ridge != "auto":
+            return {}
+        values, vectors = torch.linalg.eigh(_gram(state))
+        sums, squares, products = state.sums @ vectors, torch.zeros_like(vectors), torch.zeros_like(values)
+        for part, classes in zip(images.split(CHUNK), labels.to(sums.device).split(CHUNK), strict=True):
+            lifted = rule.lifted(state, part.to(vectors)) @ vectors
+            squares += lifted.T @ lifted
+            products += (lifted * sums[classes]).sum(dim=0)
+        # With L lifted, S sums, T one-hot and D = diag(d): |L D S' - T|^2 = d'(L'L * S'S) d - 2 tr(T'L D S') + n.
+        squares *= sums.T @ sums
+        scales = (1 / (values.clamp_min(0) + ridge * rule.unit) for ridge in RIDGES)
+        errors = torch.stack([d @ squares @ d - 2 * products @ d + len(images) for d in scales])
+        return {"errors": state.errors + errors}
 
     @once
     def solution(self) -> Tensor:

@@ -33,9 +33,14 @@ from dulbe_peft.utils.settings import LEAST, check_settings, documented, setting
 
 TextDim = Annotated[int, Ge(0)]
 LogitScale = Annotated[float, Ge(LEAST), Le(1e30)]  # logits stay finite in float32
-# Tensors that are sums over images -> the power of an image's weight by which a summand is multiplied. Other tensors
-# are means or choices.
-SUMS = {"counts": 1.0, "sums": 1.0, "lengths": 1.0, "scatter": 1.0, "gram": 1.0, "factors": 0.5}
+# What only some rules can -> what is said of a rule that cannot.
+ABILITIES = {
+    "update": "cannot learn more images of a known class",
+    "merge": "cannot be merged: it does not keep sums over images",
+    "forget images": "cannot forget a single image: it does not keep sums over images",
+    "move": "does not follow a linear map of the features",
+    "follow": "does not follow drift",
+}
 
 
 class LeftOut(NamedTuple):
@@ -73,9 +78,8 @@ class Rule:
         needs_text: Whether learning needs text embeddings, which are kept in the rows `text_embeds`.
         needs_each_text: Whether every single text is kept, in the rows `each_text`, `num_texts` per class.
         text_dim: Width of the texts, if they are compared with the `projected` features; 0 if with the features.
-        updates: Whether `added` accepts further images of known classes.
-        adds_up: Tensors that `merged` adds; None if merging is not possible.
-        moves: Tensors that `moved` maps: rows z, and sums over images of z' z.
+        can: What it can besides learning new classes, of "update": `added` accepts further images of known classes;
+            "merge": `merged`; "forget images": `without`; "move": `moved` by a map of z, and "follow": of x.
     """
 
     embed_dim: Annotated[int, Ge(2)] = field(metadata={"help": "Width d of the features."})
@@ -88,20 +92,13 @@ class Rule:
     needs_text: ClassVar[bool] = False
     needs_each_text: ClassVar[bool] = False
     text_dim = 0  # a subclass may make it a setting
-    updates: ClassVar[bool] = False
-    adds_up: ClassVar[tuple[str, ...] | None] = None
-    moves: ClassVar[tuple[str, ...]] = ()
+    can: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls) -> None:
         documented(cls)
 
     def __post_init__(self) -> None:
         check_settings(self, owner=f"the {self.name!r} classifier")
-
-    @classmethod
-    def setting_defaults(cls) -> dict[str, object]:
-        """Return the settings and their defaults, without `embed_dim` and `logit_scale`."""
-        return {entry.name: entry.default for entry in fields(cls) if entry.name not in ("embed_dim", "logit_scale")}
 
     def layouts(self) -> dict[str, Layout]:
         """Return the layouts of all tensors: those of the texts, then those of `tensors`."""
@@ -115,18 +112,6 @@ class Rule:
             }
         return texts | self.tensors()
 
-    @property
-    def reads_text(self) -> bool:
-        """Whether it uses text embeddings, required or optional."""
-        return "text_embeds" in self.layouts()
-
-    def projected(self, state: State, images: Tensor) -> Tensor:
-        """Return the unit features that are compared with texts, (n, text_dim), from the features, (n, embed_dim).
-
-        They are z = W u / |W u| for features u before a projection W, and otherwise the features.
-        """
-        return F.normalize(images @ state.projection.to(images).T, dim=1) if self.text_dim else images
-
     def tensors(self) -> dict[str, Layout]:
         """Return the layouts of the tensors besides those of the texts, by name. A file contains nothing else."""
         return {}
@@ -139,33 +124,9 @@ class Rule:
                 them to the other tensors.
             images: (n, d), unit features in float32.
             labels: (n,), indices into all seen classes. The new classes come last, and each has at least one image.
-            new: Names of the new classes; empty only if `updates` is set.
+            new: Names of the new classes; empty only if the rule can "update".
         """
         raise NotImplementedError
-
-    def added_views(
-        self, state: State, views: Tensor, labels: Tensor, new: Sequence[str], number: int
-    ) -> dict[str, Tensor]:
-        """Return the sums of `added` with the weight 1 / V for each of V views.
-
-        `added` knows no weights, so the known images count V times, and the result is divided by V.
-
-        Args:
-            state: The tensors before, as in `added`.
-            views: (n V, d), unit features of the views, those of an image one after another.
-            labels: (n,), as in `added`.
-            new: Names of the new classes.
-            number: V.
-        """
-        times = {name: number if power == 1 else number**power for name, power in SUMS.items()}
-        start = state.replaced({name: tensor * times[name] for name, tensor in state.items() if name in SUMS})
-        changes = self.added(start, views, labels.repeat_interleave(number), new)
-        for name in changes.keys() & SUMS.keys():
-            integer = not changes[name].is_floating_point()
-            changes[name] = changes[name] // number if integer else changes[name] / times[name]
-        if "freedom" in changes:
-            changes["freedom"] = state.freedom + len(labels) - len(new)
-        return changes
 
     def fitted(self, state: State) -> Fitted:
         """Return what follows from the tensors, such as a solved equation, each part computed once; see `Fitted`."""
@@ -195,20 +156,14 @@ class Rule:
             )
         return linear, {"weight": weight, "bias": bias}
 
-    def chosen(self, state: State, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Choose values of tensors on held-out images of new classes, which `state` has not learned.
-
-        A `ValueError` means that too little was learned; the task then does not contribute to the temperature.
-        """
-        return {}
-
     def judged(
         self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None
     ) -> tuple[State, LeftOut | None]:
         """Return scores of images that `state` has just learned, each as if its group had not been learned.
 
         The state may be replaced by one with choices that these scores suggest. The scores are None if no image can
-        be left out. A rule without a closed form does not override this; some images are then held out, see `chosen`.
+        be left out. A rule without a closed form does not override this; some images are then held out, see
+        `Fitted.chosen`.
         """
         return state, None
 
@@ -222,35 +177,27 @@ class Rule:
             groups: (n,), the group of each image; None means that each image is a group.
 
         Returns:
-            The scores, or None if the rule cannot leave images out.
+            The scores, or None if the rule cannot leave images out. By default they are computed by the states of
+            `without`, group by group; rules with a closed form override it.
         """
-        return None
-
-    def without_group(self, state: State, images: Tensor, labels: Tensor) -> State:
-        """Return the state without learned images, (n, d), of one group. Each class keeps at least one image."""
-        raise NotImplementedError
-
-    def without_groups(
-        self,
-        state: State,
-        images: Tensor,
-        labels: Tensor,
-        groups: Tensor,
-        scores: Callable[[State, Tensor], Tensor] | None = None,
-    ) -> Tensor:
-        """Return the `scores`, by default those of the rule, by the states of `without_group`, group by group."""
+        if type(self).without is Rule.without:
+            return None
         from dulbe_peft.classifiers.groups import rows_by_group
 
         found = torch.zeros(len(images), state.classes, device=images.device)
-        for rows in rows_by_group(groups):
-            rest = self.without_group(state, images[rows], labels[rows])
-            found[rows] = (scores or self.scores)(rest, images[rows].float()).to(found)
+        for rows in rows_by_group(torch.arange(len(images)) if groups is None else groups):
+            rest = state.replaced(self.without(state, images[rows], labels[rows]))
+            found[rows] = self.scores(rest, images[rows].float()).to(found)
         return found
+
+    def without(self, state: State, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return the tensors' new values without learned images, (n, d), of classes that keep at least one image."""
+        raise NotImplementedError
 
     def merged(self, state: State, other: State, places: Tensor) -> dict[str, Tensor]:
         """Return the tensors' new values after merging those of another classifier with the same settings.
 
-        The default adds the tensors in `adds_up`. The caller merges `text_embeds`.
+        The default adds the tensors that are laid out with `adds`. The caller merges `text_embeds`.
 
         Args:
             state: The tensors of one classifier.
@@ -259,7 +206,7 @@ class Rule:
                 `state`, then those that only `other` has.
         """
         sums = {**state, **state.with_new_rows(int((places >= state.classes).sum()))}
-        for name in (names := self.adds_up or ()):
+        for name in (names := [name for name, layout in state.layouts.items() if layout.adds]):
             theirs, at = other[name].to(sums[name]), places.to(sums[name].device)
             grows = state.layouts[name].grows
             sums[name] = sums[name].index_add(0, at, theirs) if grows else sums[name] + theirs
@@ -269,24 +216,21 @@ class Rule:
         """Return the tensors' new values without the classes for which `kept`, (C,), is False."""
         return state.rows_of(kept)
 
-    def retold(self, state: State, places: Tensor) -> dict[str, Tensor]:
-        """Return the tensors' new values after the texts of the classes `places`, (n,), have changed."""
+    def retold(self, state: State, texts: Tensor) -> dict[str, Tensor]:
+        """Return the other tensors' new values when the text embeddings of the classes become `texts`, (C, d)."""
         return {}
 
-    def without_image(self, state: State, image: Tensor, label: int) -> dict[str, Tensor]:
-        """Return the tensors' new values without one learned image, a unit feature (d,), of a class with others."""
-        raise NotImplementedError
+    def moved(self, state: State, matrix: Tensor, lifted: bool = False) -> dict[str, Tensor]:
+        """Return the tensors' new values after features z have drifted to z M, or x to x M.
 
-    def moved(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
-        """Return the tensors' new values after features z have drifted to z M.
-
-        The tensors in `moves` change: rows of classes, z, to z M, and sums S of z' z to M' S M.
+        The default maps the tensors that are laid out with `moves`.
 
         Args:
             state: The tensors before.
-            matrix: M, (d, d), float64, on the CPU.
+            matrix: M, float64, on the CPU: (d, d), or (w, w) for x of `lifted`.
+            lifted: Whether M maps x.
         """
-        changes = {name: tensor for name, tensor in state.items() if name in self.moves}
+        changes = {name: tensor for name, tensor in state.items() if state.layouts[name].moves}
         for name, tensor in changes.items():
             tensor = tensor if tensor.dtype == torch.float64 else tensor.cpu().double()  # some devices lack float64
             by = matrix.to(tensor.device)
@@ -297,46 +241,55 @@ class Rule:
         """Map unit features, (n, embed_dim), to the x, (n, w), that is summed up, in the same type. Here x = z."""
         return images
 
-    def followed(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
-        """Return the tensors' new values after x of `lifted` has drifted to x M; M is (w, w). See `moved`."""
-        return self.moved(state, matrix)
-
-    @classmethod
-    def follows_drift(cls, drift: str = "auto") -> bool:
-        """Return whether the tensors follow drift under this value of `LearnerArguments.drift`."""
-        return drift != "none" and (bool(cls.moves) or cls.moved is not Rule.moved)
-
-    def upgraded(self, tensors: dict[str, Tensor], classes: int) -> dict[str, Tensor]:
-        """Return the tensors of a file of an older version, for a number of classes, in today's form."""
-        return tensors
-
     def check(self, state: State) -> None:
         """Raise a `ValueError` if tensors that have valid types and shapes contradict each other."""
 
-    @classmethod
-    def check_update(cls) -> None:
-        """Raise a `ValueError` if the classifier cannot learn further images of known classes."""
-        if not cls.updates:
-            raise ValueError(f"the {cls.name!r} classifier cannot learn more images of a known class")
 
-    @classmethod
-    def check_merges(cls) -> None:
-        """Raise a `ValueError` if the classifier cannot be merged with another one."""
-        if cls.adds_up is None and cls.merged is Rule.merged:
-            raise ValueError(f"the {cls.name!r} classifier cannot be merged: it does not keep sums over images")
-
-    @classmethod
-    def check_forgets_images(cls) -> None:
-        """Raise a `ValueError` if the classifier cannot forget a single image."""
-        if cls.without_image is Rule.without_image:
-            raise ValueError(
-                f"the {cls.name!r} classifier cannot forget a single image: it does not keep sums over images"
-            )
+def setting_defaults(rule: type[Rule]) -> dict[str, object]:
+    """Return the settings and their defaults, without `embed_dim` and `logit_scale`."""
+    return {entry.name: entry.default for entry in fields(rule) if entry.name not in ("embed_dim", "logit_scale")}
 
 
-def sums_without(state: Mapping[str, Tensor], row: Tensor, label: int) -> dict[str, Tensor]:
-    """Return `sums` and `counts` without the `row` of one image of a class; see `Rule.without_image`."""
-    sums, counts = state["sums"].clone(), state["counts"].clone()
-    sums[label] -= row.to(sums)
-    counts[label] -= 1
-    return {"sums": sums, "counts": counts}
+def check_can(rule: Rule, ability: str) -> None:
+    """Raise a `ValueError` unless a rule has an ability, one of `ABILITIES`."""
+    if ability not in rule.can:
+        raise ValueError(f"the {rule.name!r} classifier {ABILITIES[ability]}")
+
+
+def projected(state: State, images: Tensor) -> Tensor:
+    """Return the unit features that are compared with texts, z = W u / |W u|, from features u, (n, embed_dim)."""
+    return F.normalize(images @ state.projection.to(images).T, dim=1)
+
+
+def added_views(
+    rule: Rule, state: State, views: Tensor, labels: Tensor, new: Sequence[str], number: int
+) -> dict[str, Tensor]:
+    """Return the tensors of `Rule.added` with the weight 1 / V for each of V views.
+
+    `added` knows no weights, so the known images count V times, and the result is divided by V. Tensors that are laid
+    out with `views=False` are left out.
+
+    Args:
+        rule: The rule.
+        state: The tensors before, as in `added`.
+        views: (n V, d), unit features of the views, those of an image one after another.
+        labels: (n,), as in `added`.
+        new: Names of the new classes.
+        number: V.
+    """
+    times = {name: number**layout.power for name, layout in state.layouts.items() if layout.power}
+    start = state.replaced({name: state[name] * (int(by) if by == number else by) for name, by in times.items()})
+    changes = rule.added(start, views, labels.repeat_interleave(number), new)
+    changes = {name: change for name, change in changes.items() if state.layouts[name].views}
+    for name in changes.keys() & times.keys():
+        integer = not changes[name].is_floating_point()
+        changes[name] = changes[name] // number if integer else changes[name] / times[name]
+    if "freedom" in changes:
+        changes["freedom"] = state.freedom + len(labels) - len(new)
+    return changes
+
+
+def sums_without(state: Mapping[str, Tensor], rows: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return `sums` and `counts` without the `rows`, (n, w), of images with labels, (n,)."""
+    sums = state["sums"].index_add(0, labels.to(state["sums"].device), -rows.to(state["sums"]))
+    return {"sums": sums, "counts": state["counts"] - labels.bincount(minlength=len(sums)).to(state["counts"])}

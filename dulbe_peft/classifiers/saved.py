@@ -100,13 +100,13 @@ def read(
             rule = kind(**arguments)
             layouts = rule.layouts()
             empty = {name: torch.empty(shape) for name, shape in shapes.items()}
-        check_shapes(layouts, {name: tuple(t.shape) for name, t in rule.upgraded(empty, number).items()}, number)
+        check_shapes(layouts, {name: tuple(t.shape) for name, t in empty.items()}, number)
         known = rule.fitted(State(layouts, empty, config.class_names)).solved_shapes
         if solved_shapes and solved_shapes not in known:
             raise ValueError(f"the tensors {SOLVED!r} must have one of the shapes {known}, got {solved_shapes}")
         contents = read_tensors(tensors_file)[0]
         tensors, solved = _parted(contents)
-        state = State(layouts, rule.upgraded(tensors, number), config.class_names)
+        state = State(layouts, tensors, config.class_names)
         state.check()
         rule.check(state)
     except (ValueError, TypeError, RuntimeError, MemoryError) as error:

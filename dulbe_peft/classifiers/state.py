@@ -25,13 +25,28 @@ MOST_IMAGES = 2**40  # images of one class, so that sums over all classes stay f
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Shape and type of a tensor; see `per_class` and `shared`. An axis that is a name grows with the classes."""
+    """Shape and type of a tensor; see `per_class` and `shared`. An axis that is a name grows with the classes.
+
+    Attributes:
+        start: The tensor of a classifier without classes; None means zeros.
+        unit: Whether the rows are unit vectors.
+        may_be_zero: Whether a row of unit vectors may be zero instead.
+        adds: Whether the tensors of two classifiers are added when they are merged.
+        moves: Whether it follows drift z -> z M: rows of classes, z, become z M, and sums S of z' z become M' S M.
+        power: Power of an image's weight by which a summand is multiplied, if the tensor is a sum over images; 0 if it
+            is a mean or a choice.
+        views: Whether it is computed from all views of an image, and not from the image alone.
+    """
 
     axes: tuple[int | str, ...]
     dtype: torch.dtype
     start: Tensor | None = None
     unit: bool = False
     may_be_zero: bool = False
+    adds: bool = False
+    moves: bool = False
+    power: float = 0.0
+    views: bool = True
 
     @property
     def grows(self) -> bool:
@@ -49,8 +64,7 @@ def per_class(
     *row_shape: int | str,
     dtype: torch.dtype = torch.float32,
     of: str = CLASSES,
-    unit: bool = False,
-    may_be_zero: bool = False,
+    **facts: Any,
 ) -> Layout:
     """Lay out a tensor with one row per class, which is empty at first.
 
@@ -61,15 +75,15 @@ def per_class(
         of: What the rows belong to. The default means one row per class. The name of a tensor of integers means as
             many rows per class as that tensor says, from 0 to the width of a row. Any other name means a number of
             rows that the rule itself manages.
-        unit: Whether the rows are unit vectors.
-        may_be_zero: Whether a row of unit vectors may be zero instead.
+        facts: `unit`, `may_be_zero`, `adds`, `moves`, `power` and `views` of `Layout`.
     """
-    return Layout((of, *row_shape), dtype, None, unit, may_be_zero)
+    return Layout((of, *row_shape), dtype, **facts)
 
 
-def shared(*shape: int, dtype: torch.dtype = torch.float32, start: Tensor | None = None) -> Layout:
-    """Lay out a tensor that does not grow; at first it is `start` or zero."""
-    return Layout(shape if start is None else tuple(start.shape), dtype if start is None else start.dtype, start)
+def shared(*shape: int, dtype: torch.dtype = torch.float32, start: Tensor | None = None, **facts: Any) -> Layout:
+    """Lay out a tensor that does not grow; at first it is `start` or zero. `facts` are as in `per_class`."""
+    sizes = shape if start is None else tuple(start.shape)
+    return Layout(sizes, dtype if start is None else start.dtype, start, **facts)
 
 
 class State(Mapping[str, Tensor]):
@@ -248,6 +262,13 @@ class Fitted:
     def after(self, state: State) -> Self:
         """Return what follows from a state without some images, with the choices that were made with these images."""
         return self.of(self.rule, state)
+
+    def chosen(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Choose values of tensors on held-out images of new classes, which the state has not learned.
+
+        A `ValueError` means that too little was learned; the task then does not contribute to the temperature.
+        """
+        return {}
 
     @once
     def temperature(self) -> float | None:

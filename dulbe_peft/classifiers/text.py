@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dulbe_peft.classifiers.base import classifier_of
-from dulbe_peft.classifiers.rule import Rule, TextDim, projected_and_linear
+from dulbe_peft.classifiers.rule import Rule, TextDim, projected, projected_and_linear
 from dulbe_peft.classifiers.state import State
 
 
@@ -30,20 +30,20 @@ class TextRule(Rule):
     name = "text"
     summary = "text classifier: the model after training, which compares images only with the names of the classes"
     needs_text = True
-    updates = True
-    adds_up = ()
+    can = frozenset({"update", "merge", "forget images"})
 
     def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         return {}
 
-    def without_image(self, state: State, image: Tensor, label: int) -> dict[str, Tensor]:
+    def without(self, state: State, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {}
 
     def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         return self.scores(state, images)
 
     def scores(self, state: State, images: Tensor) -> Tensor:
-        return self.logit_scale * self.projected(state, images) @ state.text_embeds.float().T
+        z = projected(state, images) if self.text_dim else images
+        return self.logit_scale * z @ state.text_embeds.float().T
 
     def formula(self, state: State) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         if not self.text_dim:

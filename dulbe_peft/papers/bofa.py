@@ -92,7 +92,7 @@ class BofaRule(PrototypeRule):
     summary = "BOFA's rule: a mixture of class means and the text classifier"
     belongs_to = "bofa"
     needs_text = True
-    adds_up = None  # cannot be combined: each learner has chosen its own weight
+    can = PrototypeRule.can - {"merge"}  # each learner has chosen its own weight
 
     def tensors(self) -> dict[str, Layout]:
         return super().tensors() | {"image_weight": shared()}
@@ -115,11 +115,11 @@ class BofaRule(PrototypeRule):
     def scores(self, state: State, images: Tensor) -> Tensor:
         return self.logit_scale * images @ self.prototypes(state).T
 
-    def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
+    def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor | None:
         """Return leave-one-out scores of class means, mixed with the text score of the true class; lambda is fixed."""
-        if groups is not None:
-            return self.without_groups(state, images, labels, groups)
-        scores, columns = super().left_out(state, images, labels), labels[:, None]
+        scores, columns = super().left_out(state, images, labels, groups), labels[:, None]
+        if groups is not None or scores is None:
+            return scores
         by_text = self.logit_scale * (images * state.text_embeds[labels].to(images)).sum(dim=1, keepdim=True)
         return scores.scatter(
             1, columns, torch.lerp(by_text, scores.gather(1, columns), state.image_weight.to(scores))

@@ -64,6 +64,8 @@ class KeptGaussians(Rule):
     They keep mu_c, (C, d), and the Cholesky factors of Sigma_c, (C, d, d).
     """
 
+    can = frozenset({"move", "follow"})
+
     def tensors(self) -> dict[str, Layout]:
         return {"means": per_class(self.embed_dim), "factors": per_class(self.embed_dim, self.embed_dim)}
 
@@ -97,7 +99,7 @@ class KeptGaussians(Rule):
         labels = labels.to(state.means.device)
         return self.sample(state, labels, generator), labels
 
-    def moved(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
+    def moved(self, state: State, matrix: Tensor, lifted: bool = False) -> dict[str, Tensor]:
         """Map mu_c to mu_c M and Sigma_c to M' Sigma_c M. Trained weights stay; later tasks train on moved samples."""
         return {"means": state.means.double().cpu() @ matrix, "factors": matrix.T @ state.factors.double().cpu()}
 
@@ -111,7 +113,7 @@ class ReplayedMeans(Rule):
     """
 
     needs_text = True
-    moves = ("means",)  # trained weights stay: the next task trains them on the moved means
+    can = frozenset({"move", "follow"})
     by_task: ClassVar[str]
 
     @property
@@ -120,7 +122,7 @@ class ReplayedMeans(Rule):
 
     def tensors(self) -> dict[str, Layout]:
         return {
-            "means": per_class(self.embed_dim),
+            "means": per_class(self.embed_dim, moves=True),  # trained weights stay: they are trained on moved means
             self.by_task: per_class(self.numbers, of=".tasks"),
             "counts": per_class(dtype=torch.int64),
             "task": per_class(dtype=torch.int64),

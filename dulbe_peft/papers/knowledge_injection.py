@@ -95,14 +95,15 @@ class EngineRule(Rule):
     )
     belongs_to = "engine"
     needs_text = True
-    moves = ("means", "scatter")  # the units stay; the next task trains its unit on samples around the moved means
+    can = frozenset({"move", "follow"})
 
     def tensors(self) -> dict[str, Layout]:
         return {
             "image_unit": shared(self.embed_dim, self.embed_dim + 1),  # [W b]; the scale s is applied outside
             "text_unit": shared(self.embed_dim, self.embed_dim + 1),
-            "means": per_class(self.embed_dim, dtype=torch.float64),
-            "scatter": shared(self.embed_dim, self.embed_dim, dtype=torch.float64),
+            # The units do not follow drift; the next task trains its unit on samples around the moved means.
+            "means": per_class(self.embed_dim, dtype=torch.float64, moves=True),
+            "scatter": shared(self.embed_dim, self.embed_dim, dtype=torch.float64, moves=True),
             "images": shared(dtype=torch.int64),
         }
 

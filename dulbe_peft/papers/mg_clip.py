@@ -134,10 +134,10 @@ class VisualAgentRule(Rule):
     summary = "MG-CLIP's rule: class means that are trained further and mixed with the text classifier"
     belongs_to = "mg_clip"
     needs_text = True
-    moves = ("agents",)
+    can = frozenset({"move", "follow"})
 
     def tensors(self) -> dict[str, Layout]:
-        return {"agents": per_class(self.embed_dim)}
+        return {"agents": per_class(self.embed_dim, moves=True)}
 
     def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         labels = labels - state.classes  # the softmax covers the new classes only

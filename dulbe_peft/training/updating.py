@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.rule import check_can
 from dulbe_peft.data.names import check_rename, learned_name
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders.encoder import Encoder
@@ -31,7 +32,7 @@ def update_classes(
             adapter.check_unscaled()
         given = state.known_images(dataset, class_names)
         for classifier in state.classifiers.values():
-            classifier.rule.check_update()
+            check_can(classifier.rule, "update")
     check_same_in_all(given.labels.tolist(), "labels")
     encoder.profile.clear()
     with encoder.profile.phase("update"):
@@ -90,7 +91,7 @@ def forget_images(state: LearnerState, encoder: Encoder, images: Any) -> Learner
                 f"load the learner in {how}"
             )
     for classifier in state.classifiers.values():
-        classifier.rule.check_forgets_images()
+        check_can(classifier.rule, "forget images")
     learned: dict[bytes, list[str]] = {}
     for name, contents in state.known.learned.items():
         for content in contents:

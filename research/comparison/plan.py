@@ -23,6 +23,8 @@ from dulbe_peft.utils.records import Fraction, Record, first_problem
 from dulbe_peft.utils.settings import field_types
 from dulbe_peft.utils.specs import closest
 
+DRIFT = {"auto": "follow", "linear": "move"}  # value of `drift` -> what a rule must be able to do
+
 CHOICE_FRACTION = 0.2  # fraction of the training images that is held out to choose settings
 LAST_TASK = "last task"  # as `retention` of a stream: the last task is not learned, and its test images are measured
 # Settings that neither a stream nor a method may have, with the reason.
@@ -246,7 +248,9 @@ def _rows(method: str, settings: Mapping[str, Any], file: _PlanFile) -> list[Row
     ]
     rows = []
     for text in (*file.classifiers, *added):
-        corrections = [drift for drift in file.drift if strategy.adapts and kinds[text].rule_type.follows_drift(drift)]
+        corrections = [
+            drift for drift in file.drift if strategy.adapts and DRIFT.get(drift) in kinds[text].rule_type.can
+        ]
         uncorrected = ["none"] if "none" in file.drift or not corrections else []
         rows += [Row(method, text, drift) for drift in (*uncorrected, *corrections)]
     return rows

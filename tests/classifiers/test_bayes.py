@@ -482,11 +482,30 @@ def test_saved_classifier_predicts_without_solving_again(each, settings, tmp_pat
         BayesClassifier.from_pretrained(tmp_path / "new")
 
 
-def test_other_texts_forget_how_well_the_old_ones_described_the_images():
+def test_how_well_old_texts_described_the_images_counts_again_when_they_come_back():
     named = taught(*photos(noise=0.3), features=0)
-    told = {name: named.tensors()[name] for name in ("by_text", "shown")}
-    tables = {name: named.tensors()[name] for name in ("losses", "judged", "sums", "scatter")}
+    tables, before, scores = named.tensors(), named.choice, named(photos()[0])
     named.set_text_embeds(TEXTS.roll(1, dims=0))
-    assert all(table.any() and not named.tensors()[name].any() for name, table in told.items())
-    assert all(torch.equal(named.tensors()[name], table) for name, table in tables.items())
-    assert named.choice[3] == 0.0, "nothing is known of the new texts"
+    assert named.choice != before and named.rule.fitted(named.state).told == 0, "nothing is known of the new texts"
+    assert all(
+        torch.equal(named.tensors()[name], tables[name]) for name in tables.keys() - {"text_embeds", "set_aside"}
+    )
+    named.set_text_embeds(TEXTS)
+    assert named.choice == before and torch.equal(named(photos()[0]), scores)
+    named.rename_class("class 0", "other", TEXTS[1])
+    assert not torch.equal(named(photos()[0]), scores)
+    named.rename_class("other", "third", TEXTS[2])
+    named.rename_class("third", "class 0", TEXTS[0])
+    assert all(torch.equal(named.tensors()[name], tables[name]) for name in tables)
+    assert torch.equal(named(photos()[0]), scores)
+
+
+def test_images_that_are_learned_under_a_new_name_replace_what_was_set_aside():
+    images, labels = photos(noise=0.3)
+    named, fresh = (taught(images, labels, features=0) for _ in range(2))
+    named.rename_class("class 0", "other", TEXTS[1])
+    named.update_classes(images[labels == 0], labels[labels == 0])
+    assert not named.set_aside.any() and not torch.equal(named.by_text[0], fresh.by_text[0])
+    assert int(named.shown[0]) == int((labels == 0).sum()) and torch.equal(named.by_text[1:], fresh.by_text[1:])
+    named.rename_class("other", "class 0", TEXTS[0])
+    assert named.set_aside[0].any() and not named.set_aside[1:].any()

@@ -269,9 +269,8 @@ def test_specs_make_classifiers_or_are_refused():
     assert list(map(spec, made.values())) == specs
     assert all(make_classifier(spec(one), 8).settings() == one.settings() for one in made.values())
     assert list(make_classifiers("bridge:depths=0/1,lda", 8)) == ["bridge", "lda"]
-    assert [CLASSIFIERS[name].rule_type.follows_drift() for name in ("bayes", "ranpac", "text")] == [True, True, False]
-    assert [CLASSIFIERS[name].rule_type.follows_drift("linear") for name in ("lda", "ranpac")] == [True, False]
-    assert not any(kind.rule_type.follows_drift("none") for kind in CLASSIFIERS.values())
+    assert ["follow" in CLASSIFIERS[name].rule_type.can for name in ("bayes", "ranpac", "text")] == [True, True, False]
+    assert ["move" in CLASSIFIERS[name].rule_type.can for name in ("lda", "ranpac")] == [True, False]
     for text, message in (
         ("ranpack", r"no classifier 'ranpack'; did you mean 'ranpac'\? \(known: .*bridge"),
         ("ranpac:feature=3", r"no setting 'feature'; did you mean 'features'\?"),

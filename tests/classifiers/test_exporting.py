@@ -1,4 +1,4 @@
-"""Graphs of a head, and of a tower with a head: torch.export, ONNX, torch.compile and TorchScript."""
+"""Graphs of a head, and of a tower with a head: torch.export, ONNX and torch.compile."""
 
 import adapted_clip
 import pytest
@@ -9,7 +9,6 @@ from reference import randn
 from torch import nn
 
 from dulbe_peft import BridgeEnsembleHead, DualModeLoraConfig
-from dulbe_peft.classifiers import make_classifier
 
 FEATURES = randn(6, 16, seed=4)
 
@@ -78,16 +77,6 @@ def test_compiled_graph_equals_the_module(case):
     torch.compiler.reset()
     with torch.no_grad():
         close(torch.compile(module, backend="eager", fullgraph=True)(inputs), module(inputs))
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("name", ["bridge", "prototype"])
-def test_scripted_classifier_gives_the_same_scores(name):
-    classifier = make_classifier(name, 16, 100.0)
-    classifier.add_classes(["a", "b"], randn(9, 16, seed=1), torch.arange(9) % 2, randn(2, 16, seed=2))
-    scripted = torch.jit.script(classifier)
-    for features in (FEATURES, 1e-30 * FEATURES):
-        close(scripted(features), classifier(features))
 
 
 def test_values_are_checked_outside_graphs(head):

@@ -29,7 +29,7 @@ def taught(name):
     early, old = labels < 3, texts if classifier.reads_text else None
     classifier.add_classes(list("abc"), images[early], labels[early], None if old is None else old[:3])
     classifier.add_classes(list("def"), images[~early], labels[~early] - 3, old)
-    if classifier.rule.updates:
+    if "update" in classifier.rule.can:
         classifier.update_classes(images[:2], labels[:2])
     return classifier, classifier(images), classifier.probabilities(images)
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from dulbe_peft import STRATEGIES
 from dulbe_peft.adapter import linear
+from dulbe_peft.classifiers.rule import setting_defaults
 from dulbe_peft.encoders.loading import logit_scale
 from dulbe_peft.photos.runs.run_settings import given_settings, validated
 from dulbe_peft.strategies import NewTask, Step, make_strategy
@@ -154,7 +155,7 @@ def test_published_settings_of_classifiers_are_the_defaults(name):
     """Their formulas are tested with the defaults. Those of RAPF that depend on the stream have a rule."""
     recipe = validated(settings_of(name)).model.methods[1][0]
     by_stream = {"batch_size": 100, "replayed": 2} if name == "rapf" else {}
-    defaults = recipe.kind.rule_type.setting_defaults()
+    defaults = setting_defaults(recipe.kind.rule_type)
     assert {key: value for key, value in recipe.settings.items() if value != defaults[key]} == by_stream
 
 

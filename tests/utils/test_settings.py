@@ -15,6 +15,7 @@ from annotated_types import Ge, Gt, Le
 from dulbe_peft import CLASSIFIERS, STRATEGIES, DualModeLoraConfig
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.classifiers import parse_classifier
+from dulbe_peft.classifiers.rule import setting_defaults
 from dulbe_peft.photos.runs.run_settings import GROUPS
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.utils.settings import check_value, field_types
@@ -28,7 +29,7 @@ def declared():
         for name, hint in field_types(owner).items():
             yield kind, name, hint, None
     for cls in CLASSIFIERS.values():
-        for name in cls.rule_type.setting_defaults():
+        for name in setting_defaults(cls.rule_type):
             yield (
                 partial(cls, 8),
                 name,

@@ -42,7 +42,9 @@ def forget(
 
     lines, before = [], loaded.state.known.class_of()
     if image:
-        lines = drop_unsupported_classifiers(loaded, lambda classifier: classifier.rule.check_forgets_images())
+        from dulbe_peft.classifiers.rule import check_can
+
+        lines = drop_unsupported_classifiers(loaded, lambda each: check_can(each.rule, "forget images"))
         was = [(path, before.get(content_of(Path(path)) or b"")) for path in image if Path(path).is_file()]
         loaded.forget_images(list(image))
         lines += [f"forgotten: {path}, of the class {name!r}" for path, name in was if name is not None]

@@ -192,13 +192,14 @@ def _report_gain(before: Row, results: Results) -> None:
 
 def _update(learner: ClassIncrementalLearner, images: LabelledImages) -> None:
     """Update known classes with further images, if there are any, and print how many each class gets."""
+    from dulbe_peft.classifiers.rule import check_can
     from dulbe_peft.photos.data.looking import count_images
 
     if not len(images):
         return
     try:
         for classifier in learner.classifiers.values():
-            classifier.rule.check_update()
+            check_can(classifier.rule, "update")
     except ValueError as error:
         raise ValueError(f"{error}; --no-update leaves out the images of known classes") from error
     listed = ", ".join(f"{name} ({n})" for name, n in count_images({"": images})[""].items() if n)

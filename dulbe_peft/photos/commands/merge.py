@@ -29,12 +29,13 @@ def merge(
     claim(("--output", output, FOLDER), apart=[learner, other], overwrite=overwrite)
     first, second = load(), load(learner=other)
     from dulbe_peft.classifiers.base import check_alike
+    from dulbe_peft.classifiers.rule import check_can
     from dulbe_peft.streams.progress import known_tasks
 
     def check(classifier: Any) -> None:
         if classifier.name not in second.classifiers:
             raise ValueError(f"only {learner} has it")
-        classifier.rule.check_merges()
+        check_can(classifier.rule, "merge")
         check_alike(classifier, second.classifiers[classifier.name])
 
     only_second, before = second.classifiers.keys() - first.classifiers.keys(), set(first.class_names)

@@ -30,8 +30,10 @@ def rename(
         check_rename(old, new, known)
     claim(("--output", output, FOLDER), apart=[learner], overwrite=overwrite)
     loaded = load()
+    from dulbe_peft.classifiers.rule import check_can
+
     joins = normalized(new) in {*loaded.class_names} - {normalized(old)}
-    lines = drop_unsupported_classifiers(loaded, lambda classifier: classifier.rule.check_merges()) if joins else []
+    lines = drop_unsupported_classifiers(loaded, lambda each: check_can(each.rule, "merge")) if joins else []
     loaded.rename_class(old, new)
     both = f", which has the photographs of both classes; {counted(len(loaded.class_names), 'class')}" * joins
     write_corrected(loaded, output, [*lines, f"{old} is now {new}{both}"])

@@ -243,7 +243,8 @@ def test_answers_of_another_run_classifier_or_default_are_refused(copied, monkey
     for row in (Row("LoRA", "bridge"), replace(lda, drift="linear"), Row("LoRA", "ridge")):
         with pytest.raises(ValueError, match="belongs to another run, classifier or version; remove the file"):
             read_answers(run, row, cell)
-    monkeypatch.setattr(CLASSIFIERS["lda"].rule_type, "setting_defaults", lambda: {"shrinkage": "another default"})
+    other = {"shrinkage": "another default"}
+    monkeypatch.setattr("dulbe_peft.classifiers.registry.setting_defaults", lambda rule: other)
     with pytest.raises(ValueError, match="belongs to another run, classifier or version"):
         read_answers(run, lda, cell)
 
