@@ -56,7 +56,7 @@ def assert_same(actual, expected):
     torch.testing.assert_close(actual(TESTS), expected(TESTS), rtol=1e-4, atol=1e-4)
 
 
-TABLES = ("losses", "by_text", "shown", "errors", "judged")
+TABLES = ("losses", "by_text", "shown", "errors", "judged", "set_aside")
 ALL, HALF, REST = slice(None), slice(0, 60), slice(60, 90)
 PARTS = {
     "disjoint": [([4, 1], ALL), ([0, 2, 5], ALL), ([3], ALL)],
