@@ -12,7 +12,7 @@ import numpy as np
 
 from dulbe_peft.data.decoding import image_suffixes, why_not_read
 from dulbe_peft.data.images import LabelledImages
-from dulbe_peft.data.names import UNLABELLED, check_class_names, class_key
+from dulbe_peft.data.names import UNLABELLED, check_class_names, class_key, has_control_characters
 from dulbe_peft.data.tables import is_table
 from dulbe_peft.utils.terminal import counted
 
@@ -26,6 +26,7 @@ _HOLDERS |= {"examples", "samples", "files", "jpegimages", "raw"}
 _SYSTEM = {"@eadir", "@__thumb", "#recycle", "#snapshot", "$recycle.bin", "recycler", "system volume information"}
 _SYSTEM |= {"__macosx", "lost+found", "thumbnails.noindex"}
 NO_CLASS_YET = "no class by its name (rename the folder if it is one)"
+UNFIT = "the name of the class has a control character: rename the folder"
 OF_A_SYSTEM = "a folder of the operating system, not a class"
 
 
@@ -177,13 +178,17 @@ class ImageFolder(FileImages):
         if waiting := _unlabelled(paths):
             left_out += [(str(folder / name), f"{NO_CLASS_YET}, {counted(n, 'image')}") for name, n in waiting.items()]
             paths = [image for image in paths if image.partition("/")[0] not in waiting]
+        # Commands show the rest, and print what is left out.
+        unfit = {name for name in (image.partition("/")[0] for image in paths) if has_control_characters(name)}
+        left_out += [(str(folder / image), UNFIT) for image in paths if image.partition("/")[0] in unfit]
+        paths = [image for image in paths if image.partition("/")[0] not in unfit]
         left_out += [(str(folder / image), "not in a class folder") for image in paths if "/" not in image]
         paths = sorted((image for image in paths if "/" in image), key=lambda image: image.partition("/"))
         files = [image for image in paths if image.encode("utf-8", "ignore").decode() == image]
         # Other names cannot be written into the tables of a run.
         left_out += [(str(folder / image), "the name is not UTF-8") for image in sorted(set(paths) - set(files))]
         images = [(image, image.partition("/")[0]) for image in files]
-        for name in sorted(set(subfolders(folder)) - {name for _, name in images} - {*leave_out, *waiting}):
+        for name in sorted(set(subfolders(folder)) - {name for _, name in images} - {*leave_out, *waiting, *unfit}):
             inside = os.path.join(folder, name, "")
             why = next((why for path, why in left_out if path.startswith(inside) and why != "hidden"), "")
             if why:

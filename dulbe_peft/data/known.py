@@ -144,12 +144,17 @@ class KnownImages:
             raise ValueError(f"the record of images has the format {metadata.get('format')!r}, expected {FORMAT!r}")
         both = []
         for kind in ("learned", "tested"):
-            names = [class_names[label] for label in np.asarray(arrays[f"{kind} class"]).tolist()]
-            both.append(_grouped(names, [row.tobytes() for row in np.asarray(arrays[kind], dtype=np.uint8)]))
+            labels, contents = np.asarray(arrays[f"{kind} class"]), _rows(arrays[kind])
+            if labels.dtype != np.int64 or labels.ndim != 1 or not set(labels.tolist()) <= {*range(len(class_names))}:
+                raise ValueError(f"the record of {kind} images has labels outside of its {len(class_names)} classes")
+            both.append(_grouped([class_names[label] for label in labels.tolist()], contents))
         ways = json.loads(np.asarray(arrays["ways"], dtype=np.uint8).tobytes()) if "ways" in arrays else []
-        grouped = np.asarray(arrays.get("grouped", np.zeros((0, 32))), dtype=np.uint8)
-        numbers = np.asarray(arrays["group"]).tolist() if "group" in arrays else []
-        groups = dict(zip((row.tobytes() for row in grouped), numbers, strict=True))
+        numbers = np.asarray(arrays.get("group", np.zeros(0, dtype=np.int64)))
+        if numbers.dtype != np.int64 or numbers.ndim != 1:
+            raise ValueError(
+                f"the groups of images are {numbers.dtype} of shape {numbers.shape}, expected int64, (n,)"
+            )
+        groups = dict(zip(_rows(arrays["grouped"]) if "grouped" in arrays else [], numbers.tolist(), strict=True))
         return cls(both[0], both[1], bool(arrays["complete"][0]), frozenset(map(tuple, ways)), groups)
 
 
@@ -193,6 +198,14 @@ def _by_class(images: LabelledImages) -> Contents:
     if None in contents:
         raise ValueError(f"{images.item_name(contents.index(None))} can no longer be read: start again")
     return _grouped([images.class_names[label] for label in images.labels], [content or b"" for content in contents])
+
+
+def _rows(contents: Any) -> list[bytes]:
+    """Return the rows of a saved array of contents, (n, 32) in uint8."""
+    rows = np.asarray(contents)
+    if rows.dtype != np.uint8 or rows.shape[1:] != (32,):
+        raise ValueError(f"contents of images are {rows.dtype} of shape {rows.shape}, expected uint8, (n, 32)")
+    return [row.tobytes() for row in rows]
 
 
 def _grouped(names: Sequence[str], contents: Sequence[bytes]) -> Contents:

@@ -30,6 +30,11 @@ def class_key(name: str) -> str:
     return " ".join(text.split()) or name
 
 
+def has_control_characters(name: str) -> bool:
+    """Return whether a name contains characters such as a line break or a tab."""
+    return any(unicodedata.category(character) == "Cc" for character in name)
+
+
 def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple[str, ...]:
     """Return normalized class names after a check that their keys differ from each other and from those of `seen`."""
     if isinstance(names, str):
@@ -46,7 +51,7 @@ def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple
             raise ValueError(f"{where} is {name!r:.60}... of {len(name)} characters; at most {_LONGEST} are allowed")
         if not name.strip():
             raise ValueError(f"{where} is {name!r}; a class name must not be blank")
-        if any(unicodedata.category(character) == "Cc" for character in name):
+        if has_control_characters(name):
             raise ValueError(f"{where} is {name!r}; a class name must not contain control characters")
         try:
             name.encode("utf-8")

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, CLIPModel, CLIPProcessor, PreTrainedModel
 
 from dulbe_peft.encoders.registry import ENCODERS, DualEncoder, find_model, type_of, unsupported
+from dulbe_peft.utils.files import plain_reason
 from dulbe_peft.utils.tensors import unmap_weights
 from dulbe_peft.utils.torch_settings import evaluating
 
@@ -85,7 +86,7 @@ def load_encoder(name: str, record: DualEncoder, revision: str | None, attn_impl
     except Exception as error:  # a changed configuration can raise anything
         if isinstance(error, (OSError, ImportError, MemoryError)) or "memory" in str(error):
             raise
-        reason = " ".join(str(error).split())
+        reason = " ".join(plain_reason(error).split())
         raise ValueError(f"the model in {name!r} cannot be loaded: {type(error).__name__}: {reason:.300}") from error
     finally:
         log.removeFilter(_no_load_report)

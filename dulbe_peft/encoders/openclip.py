@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor
 
 from dulbe_peft.encoders.pixels import with_image_resize
+from dulbe_peft.utils.files import plain_reason
 from dulbe_peft.utils.folders import commit_folder
 from dulbe_peft.utils.tensors import read_tensors
 
@@ -136,7 +137,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
-        reason = f"cannot be read as plain tensors: {str(error).partition(chr(10))[0]}"
+        reason = f"cannot be read as plain tensors: {plain_reason(error).partition(chr(10))[0]}"
         raise ValueError(f"checkpoint {str(path)!r} {reason}. Pass a state dict, best as .safetensors") from error
     # open_clip's training saves the state dict beside the epoch and the state of the optimiser.
     state = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else loaded

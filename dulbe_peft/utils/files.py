@@ -4,6 +4,7 @@ A spreadsheet reads the cells of the CSV files as text, never as formulas.
 """
 
 import csv
+import errno
 import io
 import json
 import os
@@ -81,6 +82,22 @@ def damage(path: str | Path, error: Exception) -> str:
     """Return the error message for a file with invalid content: its path, which is not repeated, and the reason."""
     text = str(error)
     return text if text.startswith(f"{path} ") else f"{path} is damaged: {type(error).__name__}: {text}"
+
+
+def plain_reason(error: Exception) -> str:
+    """Return the message of an error, but not torch's advice to load a pickle that may run any program."""
+    text = str(error)
+    if "weights_only" in text or "Weights only load failed" in text:
+        return "it holds Python objects and not only tensors, and opening it could run any program"
+    return text
+
+
+def full_disk(error: BaseException) -> str:
+    """Return a sentence if an error says that the disk is full, otherwise ""."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    where = f"{error.filename} cannot be written" if error.filename else "nothing more can be written"
+    return f"the disk is full, so {where}: make room, and repeat the command"
 
 
 def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

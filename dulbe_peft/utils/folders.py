@@ -20,7 +20,15 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from dulbe_peft.utils.files import TEMPORARY_MARK, paths_below, remove_temporary, sync, temporary_folder, write_errors
+from dulbe_peft.utils.files import (
+    TEMPORARY_MARK,
+    paths_below,
+    plain_reason,
+    remove_temporary,
+    sync,
+    temporary_folder,
+    write_errors,
+)
 from dulbe_peft.utils.records import Count, Record, read_record, write_record
 
 MANIFEST = "manifest.json"
@@ -316,7 +324,7 @@ def load_errors(folder: Path) -> Iterator[None]:
     except Exception as error:  # tokenizers and PEFT raise many kinds of errors for an invalid file
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise
-        raise CheckpointError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{folder} cannot be loaded: {type(error).__name__}: {plain_reason(error)}") from error
 
 
 def json_sha256(content: Any) -> str:

@@ -4,7 +4,7 @@ import ctypes
 import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -184,3 +184,9 @@ def _opened(path: str | Path) -> Iterator[Any]:
             yield file
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error
+
+
+def give_back_memory() -> None:
+    """Return freed memory to the system, which the C library of Linux otherwise keeps, up to gigabytes."""
+    with suppress(OSError, AttributeError, TypeError):  # other systems
+        ctypes.CDLL(None).malloc_trim(0)

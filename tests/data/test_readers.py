@@ -13,11 +13,12 @@ import torch
 from PIL import EpsImagePlugin, ExifTags, Image
 from small_runs import opened
 
-from dulbe_peft.data.folders import ImageFolder, folder_content
+from dulbe_peft.data.folders import UNFIT, ImageFolder, folder_content
 from dulbe_peft.data.hub import hub_images
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.data.unlabelled import unlabelled_images
+from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.data.looking import inspect_images
 from dulbe_peft.streams.tasks import class_incremental_tasks
 
@@ -336,3 +337,13 @@ def test_fingerprint_of_a_list_depends_on_pixels_and_labels():
     assert original == labelled_images([(picture.copy(), label) for picture, label in rows]).fingerprint()
     assert labelled_images([(rows[0][0], 1), rows[1]]).fingerprint() != original
     assert labelled_images([rows[0], (Image.fromarray(image + 2), 1)]).fingerprint() != original
+
+
+def test_folder_whose_name_has_a_newline_is_left_out_and_check_shows_the_rest(folder, capsys):
+    write(folder / "train" / "tw\no" / "x.png", encoded(10))
+    data = ImageFolder(folder, "train")
+    assert data.class_names == ("Ant eater", "zebra")
+    assert (str(folder / "train" / "tw\no" / "x.png"), UNFIT) in data.left_out
+    assert main(["check", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "zebra" in said and f"{UNFIT}, such as {folder / 'train'}/tw\\no/x.png" in said

@@ -17,6 +17,7 @@ from click.shell_completion import shell_complete
 from wrapt import register_post_import_hook
 
 from dulbe_peft.utils.extras import explained
+from dulbe_peft.utils.files import full_disk
 from dulbe_peft.utils.terminal import printable_lines
 
 # Title of a group in the help -> command -> line of help. A command's file has its name, with underscores.
@@ -139,6 +140,8 @@ def _user_error(error: BaseException, program: str) -> str | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO) and error.filename is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - discards the rest of the output
         return f"{program}: standard output cannot be written to: {error.strerror}"
+    if full := full_disk(error):
+        return f"{program}: {full}"
     # torch raises RuntimeErrors when memory runs out.
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
         return f"{program}: there is too little memory, lower --batch-size or --pixel-cache-mb: {error}"

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from dulbe_peft.arguments import Query
 from dulbe_peft.classifiers.calibration import HARDLY
-from dulbe_peft.data.decoding import decode_image, open_image
+from dulbe_peft.data.decoding import decode_image, header_of_file, open_image
 from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import NONE, class_key
 from dulbe_peft.data.unlabelled import unlabelled_images
@@ -28,6 +28,7 @@ from dulbe_peft.utils.folders import MANIFEST, CheckpointError
 from dulbe_peft.utils.terminal import counted
 
 MOST_BYTES = 64 * 2**20  # size of an upload
+MOST_PIXELS = 2**26  # of an uploaded image; a file of 20 KiB can have nearly three times as many
 MOST_IMAGES = 200  # images in an upload
 SHOWN = 5  # classes in a prediction
 REJECT = 0.05  # accepted share of false alarms for "none of these"
@@ -405,6 +406,10 @@ def uploaded_images(request: dict[str, object], most: int) -> list[io.BytesIO]:
     for number, text in enumerate(given, start=1):
         try:
             files.append(io.BytesIO(base64.b64decode(text, validate=True)))
+            width, height = header_of_file(files[-1]).size
+            if width * height > MOST_PIXELS:
+                most = f"at most {MOST_PIXELS:,} are read here; use dulbe-peft predict or learn"
+                raise ValueError(f"it has {width} x {height} pixels: {most}")
             decode_image(files[-1])
         except (TypeError, ValueError) as error:
             raise ValueError(f"image {number} cannot be read: {error}") from error

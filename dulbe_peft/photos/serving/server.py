@@ -18,7 +18,9 @@ from urllib.parse import urlsplit
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.photos.serving.app import MOST_BYTES, App
 from dulbe_peft.photos.serving.labelling import jpeg
+from dulbe_peft.utils.files import full_disk
 from dulbe_peft.utils.folders import CheckpointError
+from dulbe_peft.utils.tensors import give_back_memory
 
 PAGE = Path(__file__).parents[1] / "assets" / "serve" / "page.html"
 REQUESTS = {"/predict", "/teach", "/undo", "/label", "/skip", "/none", "/rename", "/forget"}  # methods of `App`
@@ -85,6 +87,7 @@ class PageHandler(BaseHTTPRequestHandler):
                 self._answer(HTTPStatus.OK, jpeg(app.labelling.images.given(int(match[1]))), "image/jpeg")
             except (ValueError, IndexError) as error:
                 self._json(HTTPStatus.NOT_FOUND, {"error": f"photograph {match[1]} cannot be shown: {error}"})
+            give_back_memory()
         else:
             self._json(HTTPStatus.NOT_FOUND, {"error": "there is no such page"})
 
@@ -95,7 +98,7 @@ class PageHandler(BaseHTTPRequestHandler):
             self._json(
                 HTTPStatus.BAD_REQUEST, {"error": f"expected JSON, sent to one of {', '.join(sorted(REQUESTS))}"}
             )
-        elif not length.isascii() or not length.isdigit() or int(length) > MOST_BYTES:
+        elif not re.fullmatch(r"[0-9]{1,15}", length) or int(length) > MOST_BYTES:
             self.close_connection = True
             self._json(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": f"send at most {MOST_BYTES >> 20} MiB"})
         else:
@@ -120,7 +123,9 @@ class PageHandler(BaseHTTPRequestHandler):
         except (ValueError, RecursionError) as error:
             status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
         except (OSError, CheckpointError) as error:
-            status, answer = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"nothing was changed: {error}"}
+            why = full_disk(error) or error
+            status, answer = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"nothing was changed: {why}"}
+        give_back_memory()
         self._json(status, answer)
 
     def parse_request(self) -> bool:
