@@ -9,6 +9,7 @@ from pathlib import Path
 from dulbe_peft.data.decoding import image_suffixes
 from dulbe_peft.data.names import UNLABELLED, class_key
 from dulbe_peft.data.tables import read_table
+from dulbe_peft.utils.terminal import counted
 
 PATH, LABEL, SPLIT = "path", "label", "split"
 GUESS, NOVELTY = "predicted", "novelty"  # columns of the tables that `suggest` and `predict` write
@@ -241,12 +242,20 @@ def _only(table: Table, header: list[str], matches: Collection[str], role: str) 
     if len(matches) > 1:
         both = " and ".join(map(repr, matches))
         raise ValueError(f"{table.path} has the columns {both}: choose the one with the {role}s by --{role}-column")
+    if not matches and {"annotations", "data"} <= {*header}:
+        raise ValueError(f"{table.path} is a project of Label Studio: export it as JSON-MIN or CSV")
+    others = [name for name in header if name not in (table.paths, table.folder, table.split)]
+    if not matches and role == "label" and table.paths in header and others:
+        values = {name: {row[name] for row in table.rows} for name in others}
+        listed = [f"{name!r} ({counted(len(of), 'value')}, such as {max(of)!r:.40})" for name, of in values.items()]
+        raise ValueError(
+            f"{table.path} has the paths in {table.paths!r}, but it does not say which column has the labels: choose "
+            f"{' or '.join(listed[:6])} by --label-column"
+        )
     if not matches:
         known = (
             f"{PATH},{LABEL} and maybe {SPLIT}, or {FILE},Subject as `exiftool -csv -r -Subject PHOTOS` prints them"
         )
-        if {"annotations", "data"} <= {*header}:
-            known += " (from Label Studio, export JSON-MIN or CSV)"
         raise ValueError(
             f"{table.path} has the columns {header}, expected {known}; choose the one with the {role}s by "
             f"--{role}-column"

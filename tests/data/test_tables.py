@@ -91,7 +91,9 @@ def test_spreadsheet_of_a_colleague_is_read(tmp_path):
     )
     assert images.columns["Kiste"]() == ["7"] * 4
     assert "the sheet 'Liste' is read, and not 'Notizen'" in images.notes[0]
-    with pytest.raises(ValueError, match=r"has the columns \['Foto', 'Kiste', 'Art'\].* by --label-column"):
+    with pytest.raises(
+        ValueError, match=r"choose 'Kiste' \(1 value, such as '7'\) or 'Art' \(2 values.* by --label-col"
+    ):
         load_data(file, None)
     rows[4][2] = rows[6][2] = "?"
     spreadsheet(file, {"Liste": rows})
@@ -136,7 +138,10 @@ def test_json_of_one_object_per_image_is_read_and_other_json_is_refused(tmp_path
     assert labels_of(tmp_path / "labels.json.gz") == {"a.png": "cat", "b.png": "dog"}
     for content, words in (
         ({"images": [{"id": 1}], "annotations": [], "categories": [{}]}, "expected a list of objects, one per image"),
-        ([{"id": 1, "data": {"image": "a.png"}, "annotations": []}], "from Label Studio, export JSON-MIN or CSV"),
+        (
+            [{"id": 1, "data": {"image": "a.png"}, "annotations": []}],
+            "is a project of Label Studio: export it as JSON-MIN or CSV",
+        ),
         ([{"image": "a.png", "choice": ["dog", "cat"]}], "'dog##cat' in one cell"),
         ([1, 2], "does not hold a list of JSON objects"),
     ):
@@ -193,7 +198,7 @@ def test_class_beside_other_ranks_is_no_label(tmp_path, columns, settings, expec
 
 def test_table_with_ranks_alone_is_refused(tmp_path):
     file = table(tmp_path / "t.csv", ["filename", *TAXA], ["0.png", "Animalia", "Chordata", "Aves", "o", "f", "g"])
-    with pytest.raises(ValueError, match="choose the one with the labels by --label-column"):
+    with pytest.raises(ValueError, match="has the paths in 'filename', .* by --label-column"):
         load_data(file, None)
 
 
