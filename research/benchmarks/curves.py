@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.photos.runs.run_settings import read_yaml
 from research.comparison.frontier import Curve, curves
 from research.comparison.frontier_page import frontier_svg, hull_table, loss_table, sentence
@@ -21,7 +24,8 @@ FIGURES = {"frontier": ("handwriting", "16 images, ten tasks", ("frozen", "DuLBE
 
 def frontier(results: Path, file: str, stream: str, classifier: str = TEXT, methods: str = "") -> list[list[str]]:
     """Return the learned accuracy of each method at equal losses on never learned classes; see `loss_table`."""
-    return loss_table(found(results, file, stream, classifier, methods.split(";") if methods else ()), REFERENCE)
+    lines = loss_table(found(results, file, stream, classifier, methods.split(";") if methods else ()), REFERENCE)
+    return [[minus(cell) for cell in line] for line in lines]
 
 
 def hulls(results: Path, file: str, stream: str, classifier: str = TEXT) -> list[list[str]]:
@@ -31,7 +35,7 @@ def hulls(results: Path, file: str, stream: str, classifier: str = TEXT) -> list
 
 def said(results: Path, file: str, stream: str, classifier: str = TEXT, methods: str = "") -> str:
     """Return the sentence that says which curves DuLBE's is above and below, and where."""
-    return sentence(found(results, file, stream, classifier, methods.split(";") if methods else ()), REFERENCE)
+    return minus(sentence(found(results, file, stream, classifier, methods.split(";") if methods else ()), REFERENCE))
 
 
 def cells(results: Path, file: str) -> str:
@@ -48,6 +52,22 @@ def cells(results: Path, file: str) -> str:
         parts = (("measured: ", whole), ("in part: ", partly), ("not measured: ", none))
         bullets.append(f"- {stream}: " + "; ".join(words + ", ".join(names) for words, names in parts if names) + ".")
     return "\n".join(bullets)
+
+
+def half(results: Path, file: str = "scales") -> str:
+    """Return a bullet for each stream of a comparison with scales: accuracies by names with half of the update."""
+    entries = json.loads((results / f"comparisons/{file}.json").read_text(encoding="utf-8"))["entries"]
+    streams: dict[str, list[str]] = {}
+    for entry in entries:
+        point = next(each for each in entry["retention"]["scales"] if each["scale"] == 0.5)
+        figures = f"{percent(point['learned'])} and {percent(point['unlearned'])}"
+        streams.setdefault(entry["stream"], []).append(f"{entry['row']['method']} {figures}")
+    return "\n".join(f"- {stream}: {', '.join(methods)}." for stream, methods in streams.items())
+
+
+def minus(text: str) -> str:
+    """Write negative numbers as the docs do."""
+    return re.sub(r"(?<![\w.])-(?=\d)", "−", text)
 
 
 def found(
@@ -71,4 +91,4 @@ def figure(results: Path, name: str) -> str:
     return frontier_svg(sorted(records, key=lambda record: methods.index(record.method)), stream, REFERENCE)
 
 
-CURVES: dict[str, Any] = {each.__name__: each for each in (frontier, hulls, said, cells)}
+CURVES: dict[str, Any] = {each.__name__: each for each in (frontier, hulls, said, cells, half)}

@@ -206,24 +206,6 @@ def gaps(results: Path, classifiers: str) -> list[list[str]]:
     return [["", *whole_head(columns), cosine], *lines]
 
 
-def pays(results: Path, files: str, method: str, classifier: str) -> str:
-    """Return sentences on how training a method with its defaults changes accuracy, over all streams of `files`."""
-    comparisons = [compared(results, file) for file in files.split(";")]
-    rows = [row for by_row in comparisons for row in by_row.values() if row["method"] == method]
-    streams = sum(len({stream for stream, *_ in by_row}) for by_row in comparisons)
-    measured = sum(len({stream for (stream, *_), row in by_row.items() if row["retention"]}) for by_row in comparisons)
-    gains = [[row["gain"] for row in rows if row["classifier"] == name] for name in (classifier, DEFAULT)]
-    kept = [str(float(row["retention"]) - float(row["retention_before"])) for row in rows if row["retention"]]
-    text, default, known = (
-        f"{signed(min(each, key=float))} to {signed(max(each, key=float))}" for each in [*gains, kept]
-    )
-    return (
-        f"With its defaults, on our small models ({streams} streams), {method} changes the accuracy of the names "
-        f"(`{classifier}`) by {text} points, and\nthat of `{DEFAULT}`, the default classifier, by {default}. "
-        f"The zero-shot accuracy on classes that are never learned changes by {known} ({measured} streams)."
-    )
-
-
 def whole_head(columns: list[str]) -> list[str]:
     """Return the columns of all tables with training: classifiers, the best other one, and zero-shot accuracy."""
     return [DEFAULT, *map(short, columns), "the best other", KNOWN]
@@ -408,5 +390,5 @@ def best_bold(figures: list[float], best: Callable[..., float] | None) -> list[s
 
 
 COMPARISONS = (trained, family, drifts, gaps)  # the tables with the columns of `whole_head`
-_TABLES = (frozen, extremes, untidy, edges, *COMPARISONS, pays, costs, gpu, beside, estimates, errors, order, suggest)
+_TABLES = (frozen, extremes, untidy, edges, *COMPARISONS, costs, gpu, beside, estimates, errors, order, suggest)
 TABLES: dict[str, Any] = {table.__name__: table for table in _TABLES}

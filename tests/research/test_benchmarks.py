@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import reference
 import torch
+from PIL import Image
 from reference import randn
 from torch.nn import functional as F
 
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.loading import load_clip
 from research.benchmarks import (
+    cameras,
     common,
     edges,
     evidence,
@@ -37,7 +39,20 @@ from research.benchmarks import (
 )
 
 ROOT = Path(__file__).parents[2]
-TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours", "real", "rivals", "sentences", "stock"}
+TOOLS = {
+    "cameras",
+    "curves",
+    "__init__",
+    "common",
+    "evidence",
+    "literal",
+    "models",
+    "ours",
+    "real",
+    "rivals",
+    "sentences",
+    "stock",
+}
 TOOLS |= {"table", "untidy"}
 BENCHMARKS = sorted({path.stem for path in (ROOT / "research" / "benchmarks").glob("*.py")} - TOOLS)
 MODULES = {name: importlib.import_module(f"research.benchmarks.{name}") for name in BENCHMARKS}  # slow ones, too
@@ -146,27 +161,6 @@ def test_what_is_still_known_is_a_range_if_the_classifiers_have_other_runs(tmp_p
     for rows, known in ((same, "70.0"), (same + other, "40.0 to 70.0")):
         (tmp_path / "comparisons/a.csv").write_text(head + rows)
         assert evidence.trained(tmp_path, "a", "text")[1][-1] == known
-
-
-def test_readme_sentence_on_training_follows_from_the_comparisons(tmp_path):
-    """README says what the least and the largest difference is, over all streams."""
-    (tmp_path / "comparisons").mkdir()
-    head = "stream,method,classifier,drift,gain,retention_before,retention\n"
-    for file, gains in (("a", [("0.051", "-0.012"), ("0.004", "0.001")]), ("b", [("-0.02", "0")])):
-        rows = [
-            f"s{number},DuLBE,{name},auto,{gain},0.7,0.{66 + number}\ns{number},frozen,{name},none,,0.7,0.7\n"
-            for number, pair in enumerate(gains)
-            for name, gain in zip(("text", "bayes"), pair, strict=True)
-        ]
-        (tmp_path / f"comparisons/{file}.csv").write_text(head + "".join(rows))
-    sentences = evidence.pays(tmp_path, "a;b", "DuLBE", "text")
-    assert "(3 streams), DuLBE changes" in sentences and "(`text`) by −2.0 to +5.1 points" in sentences
-    assert "by −1.2 to +0.1. The" in sentences and "by −4.0 to −3.0 (3 streams)" in sentences
-    head_and_row = head + "s,DuLBE,text,auto,0.01,,\ns,DuLBE,bayes,auto,0,,\n"
-    (tmp_path / "comparisons/c.csv").write_text(head_and_row)
-    sentences = evidence.pays(tmp_path, "a;b;c", "DuLBE", "text")
-    assert "(4 streams), DuLBE changes" in sentences and "by −4.0 to −3.0 (3 streams)" in sentences
-    assert "<!-- table: pays " in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_extremes_and_errors_name_the_worst_lines(tmp_path):
@@ -418,6 +412,22 @@ def test_rejection_is_measured_on_untidy_folders():
         assert 50 < found[kind]["near, novelty"] <= 100
     assert 0 < found["none"]["known refused"] < 30 and found["none"]["covered"] > 80
     assert not {"covered", "known refused", "near, said"} & found[few].keys()
+
+
+def test_poor_cameras_take_every_digit_and_two_have_the_same_one(tmp_path):
+    cameras.main(["--save", str(tmp_path / "digits")])
+    found = {}
+    for kind in ("one", "each"):
+        for path in sorted((tmp_path / "digits" / kind).glob("*/*/*.png")):
+            ends = found.setdefault((kind, path.parent.name), set())
+            ends.update(Image.open(path).getextrema())
+    shades = {key: (min(ends), max(ends)) for key, ends in found.items()}
+    assert len(shades) == 20 and {shades["one", name] for _, name in shades} == {cameras.ONE}
+    names = sorted(name for kind, name in shades if kind == "each")
+    assert [shades["each", name] for name in names[::2]] == [shades["each", name] for name in names[1::2]]
+    assert {shades["each", name] for name in names} == {tuple(sorted(camera)) for camera in cameras.EACH}
+    with pytest.raises(SystemExit):
+        cameras.main(["--save", str(tmp_path / "digits")])
 
 
 def test_every_benchmark_is_mentioned_in_the_docs():

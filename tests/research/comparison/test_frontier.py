@@ -13,7 +13,7 @@ from pages import drawn
 
 from research.__main__ import run as main
 from research.benchmarks.common import RESULTS
-from research.benchmarks.curves import FIGURES, said
+from research.benchmarks.curves import FIGURES, REFERENCE, found
 from research.comparison.cells import arguments_of, as_json, read_answers, read_cell
 from research.comparison.compare import ComparisonError
 from research.comparison.frontier import Curve, Place, curves, difference, frontier, hull, not_measured, point_of
@@ -184,7 +184,8 @@ def test_stored_cells_are_those_that_the_example_file_lists(path, monkeypatch):
 def test_figure_of_the_docs_says_what_the_stored_cells_show():
     for name, (file, stream, methods) in FIGURES.items():
         root = ElementTree.parse(ROOT / "docs" / "images" / f"{name}.svg").getroot()
-        assert root.find(f"{SVG}desc").text == said(RESULTS, file, stream, methods=";".join(methods))
+        shown = found(RESULTS, file, stream, methods=methods)
+        assert root.find(f"{SVG}desc").text == sentence(shown, REFERENCE), "run python docs/generate.py frontier"
 
 
 # ---------------------------------------------------------------------- curves
@@ -209,9 +210,9 @@ def test_hull_is_what_lines_between_two_places_do_not_surpass():
     draws = np.random.default_rng(0)
     for count in (1, 2, 3, 20):
         places = [place(*draws.integers(0, 40, 2)) for _ in range(count)]
-        found = hull(places)
-        assert all(a.x > b.x and a.y < b.y for a, b in itertools.pairwise(found))
-        curve = Curve("a", places, found)
+        best_places = hull(places)
+        assert all(a.x > b.x and a.y < b.y for a, b in itertools.pairwise(best_places))
+        curve = Curve("a", places, best_places)
         for x in np.linspace(0, 0.4, 17):
             at, best = curve.learned_at(x), mixture(places, x)
             assert (None if at is None else at[0]) == (None if best is None else pytest.approx(best))
