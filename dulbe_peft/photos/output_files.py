@@ -1,20 +1,27 @@
-"""Lock a table or folder while a command writes to it, copy files into folders of classes, and list keywords."""
+"""What `predict` writes: tables, keywords, observations, and folders of classes, locked while it writes to them."""
 
+import csv
 import filecmp
 import itertools
+import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from dulbe_peft.data import camtrap
 from dulbe_peft.data.columns import FILE
-from dulbe_peft.data.labels import BETWEEN
+from dulbe_peft.data.labels import BETWEEN, ROOT
+from dulbe_peft.metrics.prediction import Prediction
 from dulbe_peft.utils import files
 from dulbe_peft.utils.folders import LOCK_SUFFIX, clear_leftovers, exclusive
+from dulbe_peft.utils.terminal import counted, printable
 
+HEADER = ["path", "predicted", "probability", "novelty"]
 _UNFIT = re.compile(r'[/\\:*?"<>|%\x00-\x1f]|^\.|[. ]$')  # not allowed in the name of a folder on some system
 
 
@@ -73,3 +80,60 @@ def exiftool_rows(answers: Iterable[tuple[str, str]], root: str) -> list[list[st
                 )
             rows.append([file, f"{root}|{name}"])
     return rows
+
+
+def write_table(rows: Sequence[Prediction], file: str) -> None:
+    """Write a row for each readable image, without a class if it is unknown."""
+    readable = [row for row in rows if row.error is None]
+    most = max((len(row.classes) for row in readable if row.known), default=1)
+    header = [*HEADER, *(f"{name}_{place}" for place in range(2, most + 1) for name in HEADER[1:3])]
+    lines = []
+    for row in readable:
+        names = row.classes if row.known else [""]
+        cells = [cell for name, p in zip(names, row.probabilities) for cell in (name, f"{p:.6f}")]
+        line = [row.image, *cells[:2], float(f"{row.novelty:.6g}"), *cells[2:]]
+        lines.append(line + [""] * (len(header) - len(line)))
+    files.write_csv(file, header, lines)
+
+
+def write_json(rows: Sequence[Prediction], file: str) -> None:
+    """Write an entry for each image, also for those that cannot be read."""
+    with files.output_file(file) as text:
+        print(json.dumps([_as_json(row) for row in rows], indent=1, ensure_ascii=False), file=text)
+
+
+def _as_json(row: Prediction) -> dict[str, object]:
+    if row.error is not None:
+        return {"path": row.image, "error": row.error}
+    answers = [{"class": n, "probability": p} for n, p in zip(row.classes, row.probabilities, strict=True)]
+    return {"path": row.image, "known": row.known, "classes": answers, "novelty": row.novelty}
+
+
+def write_keywords(rows: Sequence[Prediction], file: str) -> None:
+    """Write the table of `exiftool_rows` for the images of known classes."""
+    known = [(row.image, row.classes[0]) for row in rows if row.error is None and row.known]
+    keywords = exiftool_rows(known, ROOT)
+    with files.output_file(file) as text:  # it needs the exact paths, so no apostrophe guards against formulas
+        csv.writer(text).writerows(keywords)
+
+
+def write_observations(rows: Sequence[Prediction], file: str, package: Path, classifier: str) -> None:
+    """Write a row of observations.csv for each readable image that the package's media.csv lists."""
+    media, header = camtrap.media_of(package), camtrap.header_of(package)
+    lines, unlisted = [], []
+    for row in rows:
+        entry = media.get(os.path.relpath(row.image, package)) if row.error is None else None
+        if entry is None:
+            unlisted += [row.image] if row.error is None else []
+        else:
+            name = row.classes[0] if row.known else ""
+            cells = camtrap.observation(entry, name, row.probabilities[0], f"dulbe_peft, {classifier}")
+            lines.append([cells.get(column, "") for column in header])
+    listing = f"{camtrap.MEDIA}.csv"
+    if not lines:
+        raise ValueError(f"no image is listed in {package / listing}: {file} is not written")
+    if unlisted:
+        what = f"{counted(len(unlisted), 'image')} without an observation, because {listing} does not list them"
+        print(f"{what}, such as {printable(unlisted[0])}", file=sys.stderr)
+    with files.output_file(file) as text:  # other programs read it, so no apostrophe guards against formulas
+        csv.writer(text, lineterminator="\n").writerows([header, *lines])

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.photos.commands.advice import print_next_command
 from dulbe_peft.photos.commands.options import (
     NO_STORE,
     OVERWRITE,
@@ -30,7 +31,7 @@ from dulbe_peft.photos.commands.options import (
     load_learner,
     settings_of,
 )
-from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim, message_stream, print_next_command
+from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim, message_stream
 from dulbe_peft.photos.data.source import UNLABELLED, DataSource
 from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.settings import setting
@@ -60,7 +61,7 @@ SMALL = 64  # pixels; smaller images show little to a model that expects 224 pix
 @command(
     settings=[
         *settings_of(DataSource, ("train_split", "test_split", "test_data", "leave_out")),
-        *settings_of(LearnerArguments, ("whole_images",)),
+        *settings_of(LearnerArguments, ("device", "whole_images")),
     ]
 )
 def check(
@@ -70,9 +71,9 @@ def check(
     move_to: Folder | None = setting(None, "move the files of the table here, except those listed as left out"),
     check_labels: bool = setting(False, "list images that look like another class; needs --model"),
     model: str | None = setting(None, "model for --check-labels, as for run"),
-    device: str = setting("auto", "device of that model"),
     no_store: bool = NO_STORE,
     overwrite: bool = OVERWRITE,
+    device: str | None = None,
     whole_images: bool | None = None,
     **splits: Any,
 ) -> int:
@@ -83,11 +84,10 @@ def check(
         raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, need each other")
     from dulbe_peft.data.folders import ImageFolder
 
-    machine = {"device": device, "whole_images": bool(whole_images)}
+    machine = {"device": device or "auto", "whole_images": bool(whole_images)}
     learner = None if model is None else load_learner(None, model, machine, store=not no_store)
     announce(f"reading {data}")
-    given = {flag: split for flag, split in splits.items() if split is not None}
-    opened = DataSource(data, **given).open(every=True)
+    opened = DataSource.of({"data": data, **splits}).open(every=True)
     train, test, inventory = opened
     if page is not None and train.features is not None:
         raise ValueError(f"{data!r} is a table of features, which has no pictures for --page")
@@ -128,10 +128,9 @@ def check(
     if page or csv:
         print(f"\nwritten: {' and '.join(filter(None, (page, csv)))}", file=words)
     print(file=words)
+    more: dict[str, Any] = {"test_fraction": 0.2 if test is None else None, "output": f"out-{name}"}
     if test is None and any(UNLABELLED in why for _, why in inventory.left_out):
-        splits["test_split"] = "none"
-    splits["leave_out"] = ",".join(splits["leave_out"] or ()) or None
-    more = splits | {"test_fraction": 0.2 if test is None else None, "output": f"out-{name}"}
+        more["test_split"] = "none"
     print_next_command("run", model=model or "openai/clip-vit-base-patch16", data=data, **more, to=words)
     return 2 if inventory.unreadable else 0
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dulbe_peft.photos.commands.paths import print_next_command
+from dulbe_peft.photos.commands.advice import next_command, print_next_command
 
 if TYPE_CHECKING:
     from dulbe_peft.classifiers.base import Classifier
@@ -51,6 +50,6 @@ def write_corrected(
         from dulbe_peft.photos.runs.setup import tests_of
 
         source = next((task.source for task in reversed(past) if task.source), None)
-        command = shlex.join(["dulbe-peft", "evaluate", output, *tests_of(source)])
+        command = next_command("evaluate", output, **tests_of(source))
         print(f"earlier results no longer hold; test the corrected learner: {command}")
     print_next_command("predict", output, "PHOTOS")

@@ -5,8 +5,9 @@ Each month brings new digits, and no month is revisited. The demo writes a repor
 you get for your own photographs.
 """
 
+from dulbe_peft.photos.commands.advice import print_next_command
 from dulbe_peft.photos.commands.options import OVERWRITE, command
-from dulbe_peft.photos.commands.paths import FOLDER, claim, print_next_command
+from dulbe_peft.photos.commands.paths import FOLDER, claim
 from dulbe_peft.utils.settings import setting
 
 

@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.arguments import Query, Share
+from dulbe_peft.photos.commands.advice import print_next_command
 from dulbe_peft.photos.commands.options import (
-    CLASS_NAMES,
     DATA,
-    STRICT,
     Load,
     command,
     learner_options,
     settings_of,
 )
-from dulbe_peft.photos.commands.paths import print_next_command
 from dulbe_peft.photos.data.source import GROUPING, DataSource
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted, printable
@@ -40,20 +38,18 @@ if TYPE_CHECKING:
     from dulbe_peft.metrics.evaluation import Evaluation
 
 
-@command(settings=settings_of(DataSource, GROUPING))
+@command(settings=settings_of(DataSource, ("class_names", "strict", *GROUPING)))
 @learner_options(choose=True)
 def evaluate(
     learner: str,
     load: Load,
     data: str = DATA,
     split: str | None = setting(None, "split of the data (default: test, or all of a folder without splits)"),
-    class_names: str | None = CLASS_NAMES,
-    strict: bool = STRICT,
     reject: Share | None = setting(None, 'measure "none of these", with this share of false alarms'),
     zero_shot: bool = setting(False, "measure the zero-shot accuracy on classes that were not learned"),
     scale: tuple[float, ...] = setting((), "for --zero-shot: factors of the learned change, 0 to 1"),
     with_learned: bool = setting(False, "test on images that were learned, too"),
-    **groups: Any,
+    **reading: Any,
 ) -> None:
     if scale and not zero_shot:
         raise ValueError("--scale needs --zero-shot: give both")
@@ -62,7 +58,7 @@ def evaluate(
     from dulbe_peft.photos.runs.learned_images import without_learned
     from dulbe_peft.photos.runs.setup import open_images, unreadable_finder
 
-    source, loaded = DataSource(data, strict=strict, class_names=class_names, **groups), load()
+    source, loaded = DataSource.of({"data": data, **reading}), load()
     given = open_images(source, split, unreadable_finder(loaded))
     images = given if with_learned else without_learned(loaded, given)
     if not len(images):

@@ -12,22 +12,22 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
+from dulbe_peft.photos.commands.advice import print_next_command
 from dulbe_peft.photos.commands.options import (
-    CLASS_NAMES,
     DATA,
     OVERWRITE,
-    STRICT,
     File,
     Load,
     Option,
     command,
     learner_options,
+    settings_of,
 )
-from dulbe_peft.photos.commands.paths import claim, print_next_command
+from dulbe_peft.photos.commands.paths import claim
 from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted
@@ -61,15 +61,16 @@ PRUNE = Option(
 )
 
 
-@command(kept="encoded features are kept in the feature store", settings=[PRUNE])
+@command(
+    kept="encoded features are kept in the feature store",
+    settings=[PRUNE, *settings_of(DataSource, ("class_names", "strict"))],
+)
 @learner_options(optional=True)
 def features(
     learner: str | None,
     load: Load,
     data: str = DATA,
     split: str | None = setting(None, "one split; '' for a folder without splits (default: all that run would use)"),
-    class_names: str | None = CLASS_NAMES,
-    strict: bool = STRICT,
     output: File | None = setting(None, "write a table: content, path, split, label, embedding"),
     engine: Literal["local", "dask", "ray"] | None = setting(None, "encode in several processes, or with Dask or Ray"),
     jobs: AtLeastOne | None = setting(
@@ -77,6 +78,7 @@ def features(
     ),
     address: str | None = setting(None, "address of a running Dask or Ray cluster (default: start workers here)"),
     overwrite: bool = OVERWRITE,
+    **reading: Any,
 ) -> None:
     if engine is None and (jobs or address):
         raise ValueError("--jobs and --address need --engine: give --engine, or omit them")
@@ -86,7 +88,7 @@ def features(
     from dulbe_peft.photos.runs.encoding import fill_store
     from dulbe_peft.photos.runs.setup import open_images, open_source, unreadable_finder
 
-    source, loaded = DataSource(data, strict=strict, class_names=class_names), load()
+    source, loaded = DataSource.of({"data": data, **reading}), load()
     store = loaded.encoder.store
     if loaded.encoder.adapted and (engine or output is None):
         raise ValueError("the features of a trained learner are not stored: write them to a table with --output")
@@ -113,7 +115,8 @@ def features(
     where = "" if store is None or loaded.encoder.adapted else f"; the store is {store.path}"
     print(f"{counted(count, 'image')} with {loaded.encoder.embed_dim} features each{where}", file=sys.stderr)
     if loaded.encoder.adapted:
-        print_next_command("evaluate", learner, data=data, to=sys.stderr)
+        print_next_command("evaluate", learner, data=data, split=split or None, to=sys.stderr)
     else:
         table, name = output or data, f"{Path(output or data).stem}-run"
-        print_next_command("run", model=loaded.state.base_name[0], data=table, output=name, to=sys.stderr)
+        renamed = {} if output is None else {"class_names": None}  # the table has the new names
+        print_next_command("run", model=loaded.state.base_name[0], data=table, output=name, **renamed, to=sys.stderr)

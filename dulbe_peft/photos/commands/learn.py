@@ -63,7 +63,7 @@ def learn(
     data = setup.data_or_labels(data, labels)
     if not data:
         raise ValueError("--data is required, or --labels")
-    source = DataSource(data, **{name: value for name, value in flags.items() if value is not None}).absolute()
+    source = DataSource.of({"data": data, **flags}).absolute()
     check_given(class_names=source.class_names, vocabulary=source.vocabulary)
     source.check()
     claim(("--output", output, FOLDER), apart=[learner, data], overwrite=overwrite)

@@ -32,8 +32,6 @@ Page = Annotated[str, "FILE.html"]
 Folder = Annotated[str, "FOLDER"]
 # Settings of several commands.
 DATA = setting(..., "images: a folder of classes or of parquet files, or hf:NAME")
-CLASS_NAMES = setting(None, "text file with the names of the classes, as for run", metavar="FILE")
-STRICT = setting(False, "stop at unreadable images instead of skipping them")
 LABELS = setting(
     None, "instead of --data: a table with path,label[,split], or exiftool's SourceFile,Subject", metavar="FILE.csv"
 )

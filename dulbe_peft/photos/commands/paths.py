@@ -1,8 +1,7 @@
-"""Check the inputs and outputs that a command is given, before slow imports, and print the command to run next."""
+"""Check the inputs and outputs that a command is given, before slow imports."""
 
 import os
 import re
-import shlex
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ import click
 from dulbe_peft.utils.files import is_standard_output, is_stream, keep_as_old, read_json, rename_to_old
 from dulbe_peft.utils.terminal import printable
 
+OUTPUTS = "outputs"  # where the context of a command keeps the flags of its outputs
 FOLDER = "folder"  # the kind of an output that is not a file
 DATA_KINDS = {".csv", ".json", ".parquet"}  # kinds of outputs that may be inputs; nobody reads a page or a LaTeX table
 
@@ -89,6 +89,8 @@ def claim(
     """
     from dulbe_peft.utils.folders import put_back
 
+    if (context := click.get_current_context(silent=True)) is not None:
+        context.meta.setdefault(OUTPUTS, set()).update(flag for flag, *_ in outputs)
     given = _given_paths({flag for flag, *_ in outputs})
     sources, flags = _sources([*reads, *apart, *given]), dict[Path, str]()
     for flag, path, kind in outputs:
@@ -221,14 +223,3 @@ def _step_aside(path: str, sources: set[Path]) -> None:
 def message_stream(*outputs: str | None) -> IO[str]:
     """Return the stream for messages: standard error if standard output is one of the command's outputs."""
     return sys.stderr if any(path and is_standard_output(path) for path in outputs) else sys.stdout
-
-
-def print_next_command(*words: object, to: IO[str] | None = None, **flags: object) -> None:
-    """Print the command that the user will probably want to run next, with the flags that are not None."""
-    print(f"next: dulbe-peft {shlex.join([*map(str, words), *given_flags(**flags)])}", file=to or sys.stdout)
-
-
-def given_flags(**flags: object) -> list[str]:
-    """Return the words of the flags that are not None."""
-    given = ((f"--{name.replace('_', '-')}", str(value)) for name, value in flags.items() if value is not None)
-    return [*chain.from_iterable(given)]

@@ -13,18 +13,18 @@ gets a set of classes, which contains the correct one for 95 of 100 images of kn
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from csv import writer
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.arguments import Query
 from dulbe_peft.data.names import NONE
+from dulbe_peft.photos.commands.advice import print_next_command
 from dulbe_peft.photos.commands.options import (
     ONLY,
     OVERWRITE,
@@ -37,8 +37,8 @@ from dulbe_peft.photos.commands.options import (
     learner_options,
     settings_of,
 )
-from dulbe_peft.photos.commands.paths import FOLDER, check_given, check_images, claim, print_next_command
-from dulbe_peft.utils.files import is_stream, output_file, write_csv
+from dulbe_peft.photos.commands.paths import FOLDER, check_given, check_images, claim
+from dulbe_peft.utils.files import is_stream
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted, printable
 
@@ -47,7 +47,6 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.prediction import Prediction
 
-HEADER = ["path", "predicted", "probability", "novelty"]
 MEASURED = "when each of your classes was left out in turn, {:.0f} of 100 of its images were recognised as unknown"
 SINGLE = (
     "{} of {} classes have one image or group, which cannot be left out: more of their images are rejected than "
@@ -80,10 +79,9 @@ def predict(
     given = {name: value for name, value in asked.items() if value is not None}
     query = Query(**given, novelty=bool(csv or json_file))
     check_given(only=only, sum_up=sum_up)
-    files = [("--csv", csv, ".csv"), ("--json", json_file, ".json"), ("--exiftool", exiftool, ".csv")]
-    files.append(("--camtrap-dp", camtrap_dp, ".csv"))
     package = _package(paths) if camtrap_dp else None
-    claim(*files, overwrite=overwrite)
+    files = [("--csv", csv, ".csv"), ("--json", json_file, ".json"), ("--exiftool", exiftool, ".csv")]
+    claim(*files, ("--camtrap-dp", camtrap_dp, ".csv"), overwrite=overwrite)
     claim(("--sort-into", sort_into, FOLDER), apart=paths)
     images = list(_images(paths))
     if not images:
@@ -91,67 +89,73 @@ def predict(
     check_images(images)
     loaded = load()
     query = replace(query, **answers_of(only, sum_up, loaded.class_names))
-    from dulbe_peft.classifiers.calibration import HARDLY
-    from dulbe_peft.classifiers.novelty import found
     from dulbe_peft.data.unlabelled import unlabelled_images
+    from dulbe_peft.photos import output_files
     from dulbe_peft.photos.data.inventory import Inventory
-    from dulbe_peft.photos.output_files import only_writer, sorted_folder
 
-    if doubt := loaded.state.doubt or loaded.state.estimates.doubt:
-        print(doubt, file=sys.stderr)
-    area = None if query.reject is None else loaded.classifier.roc_area
-    if area is not None and query.reject is not None:
-        share = found(loaded.classifier.novelty_tasks, query.reject)
-        if area < HARDLY:
-            print(UNRELIABLE.format(100 * area), file=sys.stderr)
-        if share is not None:
-            print(f"--reject {query.reject:g}: {MEASURED.format(100 * share)}", file=sys.stderr)
-        known = loaded.state.known
-        items = [len({known.groups.get(content, content) for content in of}) for of in known.learned.values()]
-        if single := items.count(1):
-            print(SINGLE.format(single, len(items)), file=sys.stderr)
+    _warn(loaded, query.reject)
     rows: list[Prediction] = []
+    classifier = loaded.classifier.name
+    writers: list[tuple[str | None, Callable[[Sequence[Prediction], str], None]]] = [
+        (csv, output_files.write_table),
+        (json_file, output_files.write_json),
+        (exiftool, output_files.write_keywords),
+    ]
+    if package is not None:
+        observe = partial(output_files.write_observations, package=package, classifier=classifier)
+        writers.append((camtrap_dp, observe))
+    wanted = [(path, write) for path, write in writers if path is not None]
     photographs = unlabelled_images(images)
     with ExitStack() as opened:
-        copy = opened.enter_context(sorted_folder(sort_into)) if sort_into else None
+        copy = opened.enter_context(output_files.sorted_folder(sort_into)) if sort_into else None
         if csv and not is_stream(csv):
-            opened.enter_context(only_writer(csv))
+            opened.enter_context(output_files.only_writer(csv))
         for row in _predictions(loaded, photographs, query):
             rows.append(row)
             if row.error is not None:
                 print(f"dulbe-peft: {printable(row.image)} cannot be read: {row.error}", file=sys.stderr)
                 continue
-            if not (csv or json_file or exiftool or camtrap_dp):
+            if not wanted:
                 print(_line(row), flush=True)
             if copy is not None:
                 copy(Path(row.image), row.classes[0] if row.known else NONE)
-        _write(rows, csv, json_file, exiftool)
-        if camtrap_dp and package:
-            _write_observations(rows, Path(camtrap_dp), package, loaded.classifier.name)
+        for path, write in wanted:
+            write(rows, path)
     for line in Inventory({}, left_out=[*photographs.left_out]).problems():
         print(line, file=sys.stderr)
-    written = [file for file in (csv, json_file, exiftool, camtrap_dp, sort_into) if file not in (None, "-")]
-    if (
-        csv
-        or json_file
-        or exiftool
-        or camtrap_dp
-        or sort_into
-        or query.reject is not None
-        or any(row.error is not None for row in rows)
-    ):
+    written = [path for path, _ in wanted if path != "-"] + [sort_into] * bool(sort_into)
+    if wanted or sort_into or query.reject is not None or any(row.error is not None for row in rows):
         _print_summary(rows, query.reject is not None, written)
     if csv and not is_stream(csv):
         print_next_command("report", csv, to=sys.stderr)
     elif written and sort_into is None and "-" not in paths:
-        which = {"classifier": loaded.classifier.name, "reject": query.reject, "sort_into": "sorted"}
-        print_next_command("predict", learner, *paths, **which, to=sys.stderr)
+        print_next_command("predict", learner, *paths, classifier=classifier, sort_into="sorted", to=sys.stderr)
     if all(row.error is not None for row in rows):
         return 2
     missing = [path for path in images if not os.path.lexists(path)]
     if missing:
         print(f"{counted(len(missing), 'file')} missing, such as {printable(missing[0])}", file=sys.stderr)
     return 1 if missing else 0
+
+
+def _warn(learner: ClassIncrementalLearner, reject: float | None) -> None:
+    """Print why probabilities cannot be relied on, and what --reject is worth."""
+    from dulbe_peft.classifiers.calibration import HARDLY
+    from dulbe_peft.classifiers.novelty import found
+
+    if doubt := learner.state.doubt or learner.state.estimates.doubt:
+        print(doubt, file=sys.stderr)
+    area = None if reject is None else learner.classifier.roc_area
+    if reject is None or area is None:
+        return
+    if area < HARDLY:
+        print(UNRELIABLE.format(100 * area), file=sys.stderr)
+    if (share := found(learner.classifier.novelty_tasks, reject)) is not None:
+        print(f"--reject {reject:g}: {MEASURED.format(100 * share)}", file=sys.stderr)
+    known = learner.state.known
+    items = [len({known.groups.get(content, content) for content in of}) for of in known.learned.values()]
+    if single := items.count(1):
+        print(SINGLE.format(single, len(items)), file=sys.stderr)
 
 
 def _images(paths: Iterable[str]) -> Iterator[str]:
@@ -201,31 +205,6 @@ def _line(row: Prediction) -> str:
     return "\t".join([printable(row.image), *names])
 
 
-def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exiftool: str | None) -> None:
-    """Write all predictions to the given files. A table has a row for each image, without a class if it is unknown."""
-    readable = [row for row in rows if row.error is None]
-    if csv:
-        most = max((len(row.classes) for row in readable if row.known), default=1)
-        header = [*HEADER, *(f"{name}_{place}" for place in range(2, most + 1) for name in HEADER[1:3])]
-        lines = []
-        for row in readable:
-            names = row.classes if row.known else [""]
-            cells = [cell for name, p in zip(names, row.probabilities) for cell in (name, f"{p:.6f}")]
-            line = [row.image, *cells[:2], float(f"{row.novelty:.6g}"), *cells[2:]]
-            lines.append(line + [""] * (len(header) - len(line)))
-        write_csv(csv, header, lines)
-    if json_file:
-        with output_file(json_file) as file:
-            print(json.dumps([_as_json(row) for row in rows], indent=1, ensure_ascii=False), file=file)
-    if exiftool:  # it needs the exact paths, so no apostrophe is added to guard against formulas
-        from dulbe_peft.data.labels import ROOT
-        from dulbe_peft.photos.output_files import exiftool_rows
-
-        keywords = exiftool_rows([(row.image, row.classes[0]) for row in readable if row.known], ROOT)
-        with output_file(exiftool) as file:
-            writer(file).writerows(keywords)
-
-
 def _package(paths: Sequence[str]) -> Path:
     """Return the folder of the Camtrap DP package among the paths."""
     from dulbe_peft.data.camtrap import MEDIA, table_in
@@ -234,34 +213,3 @@ def _package(paths: Sequence[str]) -> Path:
     if folder is None:
         raise ValueError(f"--camtrap-dp needs the folder of a Camtrap DP package, with {MEDIA}.csv, got {paths[0]}")
     return folder
-
-
-def _write_observations(rows: Sequence[Prediction], file: Path, package: Path, classifier: str) -> None:
-    """Write a row of observations.csv for each readable image that the package's media.csv lists."""
-    from dulbe_peft.data import camtrap
-
-    media, header = camtrap.media_of(package), camtrap.header_of(package)
-    lines, unlisted = [], []
-    for row in rows:
-        entry = media.get(os.path.relpath(row.image, package)) if row.error is None else None
-        if entry is None:
-            unlisted += [row.image] if row.error is None else []
-        else:
-            name = row.classes[0] if row.known else ""
-            cells = camtrap.observation(entry, name, row.probabilities[0], f"dulbe_peft, {classifier}")
-            lines.append([cells.get(column, "") for column in header])
-    listing = f"{camtrap.MEDIA}.csv"
-    if not lines:
-        raise ValueError(f"no image is listed in {package / listing}: {file} is not written")
-    if unlisted:
-        what = f"{counted(len(unlisted), 'image')} without an observation, because {listing} does not list them"
-        print(f"{what}, such as {printable(unlisted[0])}", file=sys.stderr)
-    with output_file(file) as text:  # other programs read it, so no apostrophe guards against formulas
-        writer(text, lineterminator="\n").writerows([header, *lines])
-
-
-def _as_json(row: Prediction) -> dict[str, object]:
-    if row.error is not None:
-        return {"path": row.image, "error": row.error}
-    answers = [{"class": n, "probability": p} for n, p in zip(row.classes, row.probabilities, strict=True)]
-    return {"path": row.image, "known": row.known, "classes": answers, "novelty": row.novelty}

@@ -8,15 +8,15 @@ Repeating the command continues a run that was stopped, or learns classes that w
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.arguments import AdapterSettings
+from dulbe_peft.photos.commands.advice import next_command, print_next_command
 from dulbe_peft.photos.commands.options import LABELS, OVERWRITE, File, command, run_settings
-from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim, print_next_command
+from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim
 from dulbe_peft.photos.runs.run_settings import RunSettings, given_settings
 from dulbe_peft.photos.runs.setup import data_or_labels
 from dulbe_peft.streams.orders import NAMED_ORDERS
@@ -134,7 +134,7 @@ def print_results(output: str, results: Results | None = None) -> None:
     if words:
         print(words)
     if best != run.first:
-        print(f"to predict with it: dulbe-peft predict {shlex.quote(output)} PHOTOS --classifier {best}")
+        print(f"to predict with it: {next_command('predict', output, 'PHOTOS', classifier=best)}")
     print_next_command("report", output)
 
 

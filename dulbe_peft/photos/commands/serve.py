@@ -27,6 +27,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
+from dulbe_peft.photos.commands.advice import print_next_command
 from dulbe_peft.photos.commands.options import (
     ONLY,
     OVERWRITE,
@@ -39,7 +40,7 @@ from dulbe_peft.photos.commands.options import (
     learner_options,
     settings_of,
 )
-from dulbe_peft.photos.commands.paths import FOLDER, check_images, claim, print_next_command
+from dulbe_peft.photos.commands.paths import FOLDER, check_images, claim
 from dulbe_peft.photos.data.source import GROUPING, DataSource
 from dulbe_peft.utils.settings import setting
 

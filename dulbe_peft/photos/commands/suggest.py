@@ -17,11 +17,11 @@ learn --labels needs, because its paths and times need not tell the same items a
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dulbe_peft.photos.commands.advice import next_command, print_next_command
 from dulbe_peft.photos.commands.options import (
     ONLY,
     OVERWRITE,
@@ -33,14 +33,7 @@ from dulbe_peft.photos.commands.options import (
     learner_options,
     settings_of,
 )
-from dulbe_peft.photos.commands.paths import (
-    check_given,
-    check_images,
-    claim,
-    given_flags,
-    message_stream,
-    print_next_command,
-)
+from dulbe_peft.photos.commands.paths import check_given, check_images, claim, message_stream
 from dulbe_peft.photos.data.source import GROUPING, DataSource
 from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted, printable
@@ -100,9 +93,9 @@ def suggest(
     if csv is not None:
         write_csv(csv, header, lines)
     if page is not None:
-        words = ["dulbe-peft", "serve", learner or "", "--photos", photos[0], "--output", new]
-        serve = shlex.join([*words, *given_flags(**groups, only=only)])
-        _write_page(Path(page), images, features, suggested, serve if learner and Path(photos[0]).is_dir() else "")
+        serves = learner is not None and Path(photos[0]).is_dir()
+        serve = next_command("serve", learner, photos=photos[0], output=new) if serves else ""
+        _write_page(Path(page), images, features, suggested, serve)
     if csv is None and page is None:
         print("\n".join(f"{printable(name)}\t{printable(reason)}" for name, reason, *_ in lines))
     else:
@@ -111,10 +104,11 @@ def suggest(
     if table:
         advice = f"correct the column predicted of {table}, and rename it to label; then"
     print(advice, file=stream)
-    first = ("learn", learner) if learner else ("run", "--model", loaded.state.base_name[0])
-    if table and items:
-        groups = {"group": "group"} if any(items[s.row] for s in suggested) else {}
-    print_next_command(*first, labels=table or "LABELS.csv", output=new, to=stream, **groups)
+    which: dict[str, Any] = {} if learner else {"model": loaded.state.base_name[0]}
+    if table and items:  # the table has a column of groups, unless all are empty
+        which |= {"group": "group" if any(items[s.row] for s in suggested) else None, "group_seconds": None}
+    words = ("learn", learner) if learner else ("run",)
+    print_next_command(*words, **which, labels=table or "LABELS.csv", output=new, to=stream)
 
 
 def _is_learner(path: str) -> bool:

@@ -117,8 +117,12 @@ class DataSource:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        """Return the source that an entry of `sources.json`, or any settings with these fields, describes."""
-        return cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
+        """Return the source that an entry of `sources.json`, or any settings with these fields, describes.
+
+        None stands for the default.
+        """
+        names = (field.name for field in fields(cls))
+        return cls(**{name: value for name in names if (value := settings.get(name)) is not None})
 
     def entry(self) -> dict[str, object]:
         """Return the fields, for `sources.json`."""

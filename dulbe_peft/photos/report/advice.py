@@ -199,7 +199,8 @@ def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix
     """Return what to do next, each step with its command or "", the most useful step first."""
     folder, steps = shlex.quote(str(run.folder)), []
     if not run.predictions:
-        where = tests_of(run.source) if run.tested_before else ["--data", "PHOTOS"]
+        flags = tests_of(run.source) if run.tested_before else {"data": "PHOTOS"}
+        where = [word for name, value in flags.items() for word in (f"--{name}", value)]
         words = "Test the learner on images that it has not learned."
         steps.append((words, shlex.join(["dulbe-peft", "evaluate", str(run.folder), *where])))
     best, why = chosen(run)

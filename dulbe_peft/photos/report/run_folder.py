@@ -11,6 +11,7 @@ from pydantic import Field
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task, task_folders
 from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.checkpoints.restoring import read_known
+from dulbe_peft.data.known import KnownImages
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
 from dulbe_peft.metrics.results import Results, TaskFacts
 from dulbe_peft.streams.progress import SOURCES_FILE, Sources, Timing, Timings, read_finished, stream_results
@@ -80,8 +81,13 @@ class RunFolder:
     updates: list[Update] = field(default_factory=list)
     first: str = ""  # the classifier that `predict` uses
     learner: Path | None = None  # the folder of the learner after the newest task
-    tested_before: bool = False  # whether it was ever tested, even if it has been changed since
+    known: KnownImages = field(default_factory=KnownImages)  # the images that it has learned and was tested on
     source: dict[str, Any] | None = None  # the data of the newest task whose data is known
+
+    @property
+    def tested_before(self) -> bool:
+        """Return whether the learner was ever tested, even if it has been changed since."""
+        return any(self.known.tested.values())
 
     @property
     def tested(self) -> bool:
@@ -159,7 +165,7 @@ def read_run(folder: str | os.PathLike[str], results: Results | None = None) -> 
         more = {"finished": finished, "base_model": learner.base_model.name, "updates": learner.updates}
         more["learner"] = newest
         names = [name for task in learner.tasks for name in task]
-        more["tested_before"] = any(read_known(newest, names, os.listdir(newest)).tested.values())
+        more["known"] = read_known(newest, names, os.listdir(newest))
     elif results is not None:  # only the small files were kept
         newest, settings, order = path, {"strategy": results.strategy.model_dump(), **results.configuration}, []
     else:

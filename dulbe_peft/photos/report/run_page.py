@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from dulbe_peft.checkpoints.layout import LEARNER_FILE
-from dulbe_peft.checkpoints.learner_file import LearnerFile
-from dulbe_peft.checkpoints.restoring import read_known
 from dulbe_peft.classifiers.teaching import TEACHING
 from dulbe_peft.metrics.results import TaskFacts
 from dulbe_peft.photos.report import advice, plots, shares, side_by_side
@@ -18,7 +15,6 @@ from dulbe_peft.photos.report.shares import ClassRow, Share
 from dulbe_peft.photos.report.table import write_table_latex
 from dulbe_peft.streams.progress import Timing
 from dulbe_peft.utils.files import write_csv
-from dulbe_peft.utils.records import read_record
 from dulbe_peft.utils.settings import flat_settings
 
 WANTED = 0.95  # share of correct predictions for which the page gives a threshold
@@ -184,12 +180,8 @@ def leak(run: RunFolder) -> dict[str, object] | None:
     learned_rows = [row for row in run.predictions if (row.task, row.position) in copies]
     others = [row for row in run.predictions if (row.task, row.position) not in copies]
     if not learned_rows:
-        if run.learner is None:
-            return None
-        names = [name for task in read_record(run.learner / LEARNER_FILE, LearnerFile).tasks for name in task]
-        known = read_known(run.learner, names, os.listdir(run.learner))  # tells how many, but not which
-        learned = set(known.class_of())
-        number = sum(content in learned for contents in known.tested.values() for content in contents)
+        learned = set(run.known.class_of())  # tells how many, but not which
+        number = sum(content in learned for contents in run.known.tested.values() for content in contents)
         return {"number": number} if number else None
     how = Counter(copies[row.task, row.position] for row in learned_rows)
     return {"without": Share.of(others) if others else None, "learned": Share.of(learned_rows), "how": how}

@@ -126,19 +126,19 @@ def _find_tests(
     raise ValueError(f"the images in {data} are not those that the task was tested on")
 
 
-def tests_of(source: Mapping[str, Any] | None) -> list[str]:
+def tests_of(source: Mapping[str, Any] | None) -> dict[str, str]:
     """The flags with which `evaluate` finds the test images of a task's source, as far as they lie apart and here.
 
     Those that a run held out lie among those that it learned.
     """
     if source is not None and source.get("test_data"):
-        return ["--data", str(source["test_data"])]
+        return {"data": str(source["test_data"])}
     if source is not None and source.get("test_split") not in (None, "none") and not source.get("test_fraction"):
         folder = Path(str(source.get("data")))
         for split in (source["test_split"], *VALIDATION):
             if (folder / split).is_dir():
-                return ["--data", str(folder), *([] if split == "test" else ["--split", split])]
-    return ["--data", "PHOTOS"]
+                return {"data": str(folder)} | ({} if split == "test" else {"split": split})
+    return {"data": "PHOTOS"}
 
 
 def new_images(images: LabelledImages, known: KnownImages, advice: str = "") -> LabelledImages:
