@@ -104,11 +104,11 @@ def suggest(
     if table:
         advice = f"correct the column predicted of {table}, and rename it to label; then"
     print(advice, file=stream)
-    which: dict[str, Any] = {} if learner else {"model": loaded.state.base_name[0]}
+    first = ("learn", learner) if learner else ("run", "--model", loaded.state.base_name[0])
+    which: dict[str, Any] = {}
     if table and items:  # the table has a column of groups, unless all are empty
-        which |= {"group": "group" if any(items[s.row] for s in suggested) else None, "group_seconds": None}
-    words = ("learn", learner) if learner else ("run",)
-    print_next_command(*words, **which, labels=table or "LABELS.csv", output=new, to=stream)
+        which = {"group": "group" if any(items[s.row] for s in suggested) else None, "group_seconds": None}
+    print_next_command(*first, labels=table or "LABELS.csv", output=new, to=stream, **which)
 
 
 def _is_learner(path: str) -> bool:
