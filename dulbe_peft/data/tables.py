@@ -219,7 +219,7 @@ def _sheet_rows(path: Path, notes: list[str]) -> Rows:
             grids = {name: sheet.to_python(skip_empty_area=False) for name, sheet in sheets.items()}
             merged = {name: sheet.merged_cell_ranges or [] for name, sheet in sheets.items()}
     except (CalamineError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as a spreadsheet: {error}") from error
+        raise ValueError(f"{path} cannot be read as a spreadsheet ({error}): save it as .xlsx or .csv") from error
     filled = [name for name, grid in grids.items() if any(map(any, grid))]
     if not filled:
         return []
