@@ -12,6 +12,7 @@ arXiv 2303.06628, and the authors' public code, which is the source of T = 2 and
 """
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,5 +103,11 @@ class Zscl(Lora):
 
 
 def expand_path(path: str) -> str:
-    """Expand ~ and environment variables in a path."""
-    return os.path.expanduser(os.path.expandvars(path))
+    """Expand ~ and environment variables in the path of reference images or texts; a missing variable is an error."""
+    expanded = os.path.expanduser(os.path.expandvars(path))
+    if unset := re.search(r"\$(\w+|\{\w+\})", expanded):
+        raise ValueError(
+            f"the references are {path!r}, but the environment variable {unset[1].strip('{}')} is not set: it stands "
+            "for a folder or file of your own, so set it, or give the path itself"
+        )
+    return expanded

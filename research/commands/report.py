@@ -21,6 +21,12 @@ def report(
     columns: list[str] | None = setting(None, "columns of the LaTeX table, such as method,A_last,seeds"),
     overwrite: bool = OVERWRITE,
 ) -> None:
+    if columns is not None:  # before a page is written or an older one renamed
+        from research.comparison.latex import check_columns
+
+        if latex is None:
+            raise ValueError(f"--columns is {','.join(columns)}, which has no effect without --latex FILE")
+        check_columns(columns)
     outputs = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
     claim(*outputs, overwrite=overwrite)
     from research.comparison.comparison_file import COMPARISON_FILE
@@ -28,8 +34,6 @@ def report(
 
     if not (Path(comparison) / COMPARISON_FILE).is_file():
         raise FileNotFoundError(f"{comparison} has no {COMPARISON_FILE}, which `python -m research compare` writes")
-    if columns is not None and latex is None:
-        raise ValueError(f"--columns is {','.join(columns)}, which has no effect without --latex FILE")
     page = write_comparison_page(comparison, output, csv, latex, columns or ())
     for path in (output or page, csv, latex):
         if path is not None:

@@ -39,6 +39,7 @@ from dulbe_peft.utils.records import Record, read_record, write_record
 from dulbe_peft.utils.specs import parse_spec
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 from research.comparison.comparison_file import Retention
+from research.comparison.peak import peak_memory
 from research.comparison.plan import LAST_TASK, Cell, Row
 
 CELL_FILE, LOCK_FILE = "cell.json", ".comparison.lock"
@@ -48,12 +49,20 @@ _TYPES = {"truth": torch.int32, "predicted": torch.int32, "probability": torch.f
 
 
 class Cost(Record):
-    """Cost of a run: seconds over all tasks, parameters trained per task, and bytes kept between tasks."""
+    """Cost of a run: seconds over all tasks, parameters trained per task, bytes kept between tasks, and use.
+
+    `passes` counts how often the vision tower reads an image that is classified. `peak_bytes` is the largest memory of
+    the process during the run, or of the accelerator; None where the system does not tell. `learning_rate` is the one
+    that "auto" chose, and None if nothing was trained.
+    """
 
     seconds: float
     cpu_seconds: float
     trainable_parameters: int
     kept_bytes: int
+    passes: int | None = None
+    peak_bytes: int | None = None
+    learning_rate: float | None = None
 
 
 class CellRecord(Record):
@@ -158,8 +167,9 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
     never = _never_learned(cell, setup.tasks)
     if cell.retention[0] == LAST_TASK:
         setup = replace(setup, tasks=setup.tasks[:-1])
-    setup.run(keep_features=True)
     learner = setup.learner
+    with peak_memory(learner.encoder.device) as peak:
+        setup.run(keep_features=True)
     args, strategy = learner.args, learner.strategy
     trained = trainable_parameters(learner.model, strategy, learner.memory)["total"] if strategy.adapts else 0
     # If a run was killed after it committed a task and before it wrote the timing, the timing is None.
@@ -179,6 +189,9 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
             cpu_seconds=sum(task["cpu_seconds"] for task in timings),
             trainable_parameters=trained,
             kept_bytes=memory_bytes(learner.memory),
+            passes=2 if learner.encoder.encoding is not None and learner.encoder.encoding.queries else 1,
+            peak_bytes=peak(),
+            learning_rate=float(args.learning_rate) if strategy.adapts else None,
         ),
         text=has_text(learner.clip),
         data=data_fingerprint(cell.settings),

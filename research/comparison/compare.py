@@ -43,6 +43,8 @@ def compare(
     """
     if backend not in ENGINES:
         raise ValueError(f"backend must be one of {list(ENGINES)}, got {backend!r}")
+    if address is not None and backend == "local":
+        raise ValueError(f"address {address!r} has no effect with the backend 'local': choose dask or ray")
     if jobs is not None:
         check_int("jobs", jobs, 1)
     output = Path(output).absolute()

@@ -53,6 +53,10 @@ class Entry(Record):
     curve: list[Fraction]  # accuracy after each task; empty if the seeds have different numbers of tasks
     trainable_parameters: int
     kept_bytes: int
+    passes: int | None = None  # of the vision tower, for an image that is classified
+    peak_bytes: int | None = None  # the largest over the seeds
+    # Epochs, batch size and rate of training, if they differ between the methods of the stream that train.
+    budget: str = ""
     retention: Retention | None
 
 

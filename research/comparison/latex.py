@@ -25,15 +25,20 @@ NOTE = r"""% In percent: the mean over the seeds $\pm$ their standard deviation.
 """
 
 
+def check_columns(columns: Sequence[str]) -> None:
+    """Raise a ValueError that lists all columns if one does not exist."""
+    for name in columns:
+        if name not in NAMES:
+            raise ValueError(f"there is no column {name!r}{closest(name, NAMES)}")
+
+
 def write_paper_table(comparison: Comparison, path: Path, columns: Sequence[str] = DEFAULT) -> None:
     """Write the rows of a comparison, the best first, with a group of lines for each stream.
 
     Raises:
         ValueError: A column does not exist; the message lists all columns.
     """
-    for name in columns:
-        if name not in NAMES:
-            raise ValueError(f"there is no column {name!r}{closest(name, NAMES)}")
+    check_columns(columns)
     known = {column.title: column for column in COLUMNS}
     known["seeds"] = replace(known["seeds"], show=lambda entry: str(len(entry.seeds)))
     streams = by_stream(comparison.entries)

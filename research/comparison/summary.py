@@ -78,9 +78,25 @@ def make_entries(plan: Plan, finished: Finished, chosen: Chosen | None = None) -
         same = (finished.get((stream, Row(first.method, row.classifier, drift)), {}) for drift in (row.drift, "none"))
         untrained = {} if row.method == first.method else next(filter(None, same), {})
         entries.append(_entry(stream, row, (chosen or {}).get((stream, row), {}), seeds, reference, untrained))
+    budgets: dict[tuple[str, Row], str] = {}
     for stream, rows in by_stream(entries).items():
         _correct({entry.row: finished[stream, entry.row] for entry in rows}, rows, first)
-    return entries
+        trained = [entry.row for entry in rows if plan.trains(entry.row.method)]
+        found = {(stream, row): _budget(list(finished[stream, row].values())) for row in trained}
+        budgets |= found if len(set(found.values())) > 1 else {}
+    return [entry.model_copy(update={"budget": budgets.get((entry.stream, entry.row), "")}) for entry in entries]
+
+
+def _budget(runs: Sequence[CellRow]) -> str:
+    """Return the epochs, the batch size and the learning rate of a row, each as one number or its range over seeds."""
+    cells = [run.cell for run in runs]
+    numbers = {
+        "epochs": {cell.arguments["epochs"] for cell in cells},
+        "batch": {cell.arguments["batch_size"] for cell in cells},
+        "rate": {cell.cost.learning_rate for cell in cells} - {None},
+    }
+    texts = {name: [f"{end(found):.12g}" for end in (min, max)] for name, found in numbers.items() if found}
+    return ", ".join(f"{name} {' to '.join(dict.fromkeys(ends))}" for name, ends in texts.items())
 
 
 def _correct(seeds: dict[Row, dict[int, CellRow]], entries: Sequence[Entry], reference: Row) -> None:
@@ -180,6 +196,8 @@ def _entry(
         by_task=_mean_matrix([run.by_task for run in runs]),
         trainable_parameters=runs[0].cell.cost.trainable_parameters,
         kept_bytes=max(run.cell.cost.kept_bytes + run.facts.nbytes for run in runs),
+        passes=runs[0].cell.cost.passes,
+        peak_bytes=max((run.cell.cost.peak_bytes for run in runs if run.cell.cost.peak_bytes), default=None),
         retention=_mean_retention([run.cell.retention for run in runs if run.cell.retention]),
     )
 
@@ -254,6 +272,7 @@ COLUMNS: list[Column[Entry]] = [
     Column("classifier", attrgetter("row.classifier"), number=False),
     Column("drift", lambda entry: "" if entry.row.drift == "none" else entry.row.drift, number=False),
     Column("chosen", lambda entry: as_text(entry.chosen).replace("=", " = "), number=False),
+    Column("budget", attrgetter("budget"), number=False),
     Column("seeds", lambda entry: f"{len(entry.seeds)}, few" if len(entry.seeds) <= FEW else ""),
     Column("A_last", partial(_share, "last"), bold=partial(_clearly_better, "last")),
     Column("A_bar", partial(_share, "average"), bold=partial(_clearly_better, "average")),
@@ -265,6 +284,8 @@ COLUMNS: list[Column[Entry]] = [
     Column("CPU s", lambda entry: f"{entry.cpu_seconds:.0f}"),
     Column("trained", lambda entry: f"{entry.trainable_parameters:,}"),
     Column("kept MiB", lambda entry: f"{entry.kept_bytes / 2**20:.1f}"),
+    Column("passes an image", lambda entry: "" if entry.passes is None else str(entry.passes)),
+    Column("peak MiB", lambda entry: "" if entry.peak_bytes is None else f"{entry.peak_bytes / 2**20:,.0f}"),
     Column("still known", lambda entry: _retention(entry.retention)),
 ]
 # Columns of the CSV file -> the path of each value in an entry.
@@ -284,6 +305,7 @@ _CSV |= {"chosen": "chosen", "seeds": "seeds"}
 _CSV |= {f"{name}{end}": place.format(name) for name in MEASURES for end, place in _FIGURES.items()}
 _CSV |= {"gain": "gain.mean", "gain_low": "gain.low", "gain_high": "gain.high"}
 _CSV |= {name: name for name in ("calibration_error", "seconds", "cpu_seconds", "trainable_parameters", "kept_bytes")}
+_CSV |= {name: name for name in ("passes", "peak_bytes", "budget")}
 _CSV |= {"retention_before": "retention.before", "retention": "retention.after"}
 
 

@@ -17,7 +17,8 @@ EXAMPLES = ROOT / "examples"
 VARIABLES = ("MODEL", "OTHER_MODEL", "DATA", "MODELS", "TWIN", "REFERENCES")
 # What a tiny model and four classes cannot have. Everything else is as in the file.
 SMALL = {"increment": 2, "epochs": 1, "batch_size": 4, "device": "cpu", "progress": False, "store": False}
-DATA = ("class_order", "order_seed", "initial_increment", "images_per_class", "test_images_per_class", "class_texts")
+DATA = ("class_names", "class_texts", "class_order", "order_seed", "initial_increment", "images_per_class")
+DATA += ("test_images_per_class",)
 LEARNED: set[str] = set()  # settings of the comparisons' runs that were made
 # examples/domains.py reads it; tests/project/test_examples.py runs that.
 OF_DOMAINS = EXAMPLES / "protocols" / "mtil.yaml"

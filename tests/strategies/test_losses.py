@@ -170,6 +170,15 @@ def test_strong_zscl_distillation_preserves_similarities(references):
     assert 0 < moved[300] < 0.2 * moved[0]
 
 
+def test_missing_variable_of_references_is_named(monkeypatch):
+    monkeypatch.delenv("REFERENCES", raising=False)
+    for path in ("$REFERENCES", "${REFERENCES}/images"):
+        with pytest.raises(
+            ValueError, match="variable REFERENCES is not set: it stands for a folder or file of your own"
+        ):
+            learned(tiny_learner(f"zscl:reference_images={path}"), 1)
+
+
 def test_zscl_averages_the_adapter_over_its_steps(references, monkeypatch):
     steps, notes, after_step = [], {}, Zscl.after_step
 

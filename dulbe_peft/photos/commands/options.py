@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import Field, fields
 from functools import partial, wraps
 from inspect import signature
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
@@ -82,7 +83,24 @@ class Command(click.Command):
                 flag = arg if arg in multiple else ""
             expanded.append(arg)
         ctx.meta["words"] = args
-        return super().parse_args(ctx, expanded)
+        try:
+            return super().parse_args(ctx, expanded)
+        except click.UsageError as error:
+            error.message += self._commas(args) if "unexpected extra argument" in error.message else ""
+            raise
+
+    def _commas(self, args: list[str]) -> str:
+        """Say how several values of an option are written, if a word after one of them was meant as a second value."""
+        for place, flag in enumerate(args):
+            words = list(takewhile(lambda word: not word.startswith("-"), args[place + 1 :]))
+            if flag in self._lists() and len(words) > 1:
+                return f". Write several values of {flag} with commas: {flag} {','.join(words)}."
+        return ""
+
+    def _lists(self) -> set[str]:
+        """Return the flags of the options that take a list, in words that commas separate."""
+        listed = [p for p in self.params if isinstance(p.type, _Setting) and "list" in str(p.type.hint)]
+        return {name for parameter in listed for name in parameter.opts} | {"--classifiers"}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

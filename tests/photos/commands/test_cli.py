@@ -163,6 +163,17 @@ def test_class_order_is_read_from_a_file(folders, tmp_path):
         assert [task.class_names for task in tasks] == [("two",), ("one",), ("three",), ("zero",)]
 
 
+def test_second_word_after_a_list_says_that_commas_are_meant(capsys):
+    for words, hint in (
+        (["--target-modules", "q_proj", "k_proj", "--epochs", "1"], "--target-modules q_proj,k_proj."),
+        (["--classifiers", "lda", "text", "bayes"], "--classifiers lda,text,bayes."),
+    ):
+        assert main(["run", "--data", "x", *words]) == 2
+        assert f"Write several values of {words[0]} with commas: {hint}" in capsys.readouterr().err
+    assert main(["run", "--data", "x", "--model", "a", "b"]) == 2
+    assert "commas" not in capsys.readouterr().err
+
+
 def test_flags_and_yaml_accept_the_same_values(tmp_path):
     flags = ["run", "--target-modules", r".*\.fc1", "--layers-pattern", "layers", "--no-init-weights"]
     settings = settings_from(*flags, "--layers-to-transform", "1,2", "--text-target-modules", "fc1,fc2")

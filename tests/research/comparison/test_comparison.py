@@ -33,6 +33,7 @@ from research.comparison.cells import LOCK_FILE, answers_path, read_answers, rea
 from research.comparison.compare import ComparisonError, compare
 from research.comparison.comparison_file import read_comparison
 from research.comparison.intervals import estimated, holm_intervals, mean_interval
+from research.comparison.peak import peak_memory
 from research.comparison.plan import Row, as_text, read_plan
 from research.comparison.predictions import comparison_predictions, write_predictions
 from research.comparison.summary import best_rows, format_summary, gains_of_training, make_entries, read_finished
@@ -491,6 +492,79 @@ def test_method_adds_rows_for_its_classifier(content, tmp_path):
     assert [row.drift for row in plan.rows_of("DuLBE")] == ["none", "auto", "none", "linear", "auto"]
     plan = read_plan(write(tmp_path / "plan.yaml", content | asked | {"drift": ["linear"]}))
     assert [row.drift for row in plan.rows_of("DuLBE")] == ["none", "linear"]
+
+
+def test_named_class_order_is_the_same_for_all_training_seeds(content, tmp_path):
+    def orders(**more):
+        streams = {name: settings | more for name, settings in content["streams"].items()}
+        cells = [cell for cell, _ in read_plan(write(tmp_path / "plan.yaml", content | {"streams": streams})).cells()]
+        names = ("seed", "order_seed", "draw_seed", "class_order")
+        return {cell.seed: tuple(cell.settings.get(name) for name in names) for cell in cells}
+
+    assert orders() == {0: (0, 0, 0, None), 1: (1, 1, 1, None)}
+    assert orders(class_order="pilot") == {0: (0, None, 0, "pilot"), 1: (1, None, 1, "pilot")}
+    assert orders(order_seed=7, draw_seed=8) == {0: (0, 7, 8, None), 1: (1, 7, 8, None)}
+
+
+def test_costs_of_use_and_other_budgets_are_shown(content, tmp_path):
+    """Prompts need a second pass of the tower. Rows have a budget only if the trained methods differ in it."""
+    methods = {
+        "frozen": {"strategy": "frozen"},
+        "LoRA": {"strategy": "lora", "learning_rate": 1e-3},
+        "longer": {"strategy": "lora", "learning_rate": 1e-3, "epochs": 2},
+        "prompts": {"strategy": "l2p:pool=6,length=4,chosen=2", "batch_size": 6},
+    }
+    streams = {
+        name: {key: value for key, value in settings.items() if not key.startswith("retention")}
+        for name, settings in content["streams"].items()
+    }
+    mine = content | {"streams": streams, "methods": methods, "classifiers": ["lda"], "drift": ["none"], "seeds": [0]}
+    entries = compare(read_plan(write(tmp_path / "plan.yaml", mine)), tmp_path / "out", jobs=1, log=quiet)
+    by_method = {entry.row.method: entry for entry in entries}
+    assert {name: entry.passes for name, entry in by_method.items()} == {
+        "frozen": 1,
+        "LoRA": 1,
+        "longer": 1,
+        "prompts": 2,
+    }
+    assert {name: entry.budget for name, entry in by_method.items()} == {
+        "frozen": "",
+        "LoRA": "epochs 1, batch 4, rate 0.001",
+        "longer": "epochs 2, batch 4, rate 0.001",
+        "prompts": "epochs 1, batch 6, rate 0.001",
+    }
+    if sys.platform == "linux":  # a process with torch takes over 100 MiB
+        assert all(entry.peak_bytes > 100 * 2**20 for entry in entries)
+    with (tmp_path / "out" / "comparison.csv").open(newline="", encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    assert {row["method"]: (row["passes"], row["budget"]) for row in rows}["prompts"] == (
+        "2",
+        "epochs 1, batch 6, rate 0.001",
+    )
+    del mine["methods"]["longer"], mine["methods"]["prompts"]
+    entries = compare(read_plan(write(tmp_path / "plan.yaml", mine)), tmp_path / "out", jobs=1, log=quiet)
+    assert [entry.budget for entry in entries] == ["", ""]
+
+
+def test_peak_memory_is_that_of_the_block(tmp_path):
+    if sys.platform != "linux":
+        pytest.skip("other systems do not tell the peak of a block")
+    large = torch.ones(2**26, dtype=torch.uint8)  # 64 MiB, freed before the block
+    del large
+    with peak_memory(torch.device("cpu")) as peak:
+        before = peak()
+        assert before is not None and len(torch.ones(2**26, dtype=torch.uint8)) == 2**26
+        during = peak()
+    assert 50 * 2**20 < during - before < 200 * 2**20
+    with peak_memory(torch.device("cpu")) as peak:
+        assert peak() < during - 30 * 2**20
+
+
+def test_address_needs_an_engine(content, tmp_path):
+    plan = read_plan(write(tmp_path / "plan.yaml", content))
+    with pytest.raises(ValueError, match="address 'tcp://a:1' has no effect with the backend 'local'"):
+        compare(plan, tmp_path / "out", address="tcp://a:1")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

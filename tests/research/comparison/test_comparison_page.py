@@ -1,6 +1,7 @@
 """Test the page of a comparison: its statements about differences, its figures, and names with special characters."""
 
 import re
+from pathlib import Path
 
 import pytest
 from compared import CLEAR, REFERENCE, UNCLEAR, WORSE, entry, made_comparison, write_into
@@ -85,9 +86,10 @@ def test_page_contains_all_figures(folder):
 
     def row(method, classifier, drift, last, *rest):
         figures = [f"{value:.1f} ({value - 1:.1f} to {value + 1:.1f})" for value in (last, last + 3)]
-        costs = ["7.9", "10", "28,800", "3.0"]
+        costs = ["7.9", "10", "28,800", "3.0", "1", "700"]
         chosen = "learning_rate = 0.001" if method == "DuLBE" else ""
-        return [method, classifier, drift, chosen, *figures, "2.0 (+1.0 to +3.0)", *rest[:3], *costs, *rest[3:]]
+        chosen = chosen, "epochs 2, batch 32, rate 0.001"
+        return [method, classifier, drift, *chosen, *figures, "2.0 (+1.0 to +3.0)", *rest[:3], *costs, *rest[3:]]
 
     assert first == [
         TITLES,
@@ -98,8 +100,8 @@ def test_page_contains_all_figures(folder):
     ]
     assert page.source.count("<strong>85.0</strong><br><small>(84.0 to 86.0)</small>") == 1
     assert page.source.count("<strong>") == 6, "four of them are in the lead: names and advice"
-    assert second[0] == ["method", "classifier", "seeds", *TITLES[4:-1]] and "2 to 3 seeds" in text
-    assert [line[2] for line in second[1:]] == ["", "", "2, few"]
+    assert second[0] == ["method", "classifier", TITLES[4], "seeds", *TITLES[5:-1]] and "2 to 3 seeds" in text
+    assert [line[3] for line in second[1:]] == ["", "", "2, few"]
     meant = re.findall("<dt>(.+)</dt><dd>.+</dd>", page.source)
     assert meant == [column.title for column in COLUMNS][1:], "the page explains each column"
     assert page.table("method", "tried") == [["DuLBE", "learning_rate = 0.0001, 0.001"]]
@@ -214,8 +216,13 @@ def test_report_command_writes_page_csv_and_latex(folder, tmp_path, capsys, monk
             "no effect without --latex",
         ),
     ):
+        before = {
+            path.name: path.read_bytes() for path in (*Path.cwd().iterdir(), *folder.iterdir()) if path.is_file()
+        }
         assert main(["report", str(folder), *options, "--overwrite"]) == 2
         assert words in capsys.readouterr().err
+        after = {path.name: path.read_bytes() for path in (*Path.cwd().iterdir(), *folder.iterdir()) if path.is_file()}
+        assert after == before, "the columns are checked before a page is written or an older one is renamed"
     (tmp_path / "run").mkdir()
     assert main(["report", "run", "--output", "b.html"]) == 2
     assert "run has no comparison.json, which `python -m research compare` writes" in capsys.readouterr().err
