@@ -23,7 +23,7 @@ from dulbe_peft.classifiers.registry import CLASSIFIERS
 from dulbe_peft.data.known import KnownImages
 from dulbe_peft.encoders.backends import has_graph
 from dulbe_peft.encoders.loading import IMAGE_PROCESSOR_FILES, check_encoder, has_text, load_processor
-from dulbe_peft.strategies.base import Memory
+from dulbe_peft.strategies.base import Memory, Strategy
 from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.state import LearnerState
@@ -135,6 +135,9 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
     with load_errors(folder):
         classifiers = {name: CLASSIFIERS[name].from_pretrained(folder).to(state.device) for name in order}
         memory = _read_memory(state, folder, files)
+        # A published learner may lack its memory, unless the encoding needs it.
+        if saved.tasks and (memory is not None or not saved.memory or _encodes_by_memory(state.strategy)):
+            state.strategy.check_memory(memory)
         names = [name for task in saved.tasks for name in task]
         images = read_known(folder, names, files)
     args, width = state.args, replace(state, memory=memory).embed_dim
@@ -185,10 +188,14 @@ def read_known(folder: Path, names: Sequence[str], files: Container[str]) -> Kno
     return KnownImages.from_arrays(*read_tensors(folder / saving.KNOWN_FILE), names)
 
 
+def _encodes_by_memory(strategy: Strategy) -> bool:
+    return strategy.memory_kind is dict and type(strategy).encoding is not Strategy.encoding
+
+
 def _read_memory(state: LearnerState, folder: Path, files: set[str]) -> Memory | None:
     """Read the strategy's memory; None if the folder was written without it."""
     if saving.STATISTICS_FILE in files:
-        return OccupationStatistics.load(folder / saving.STATISTICS_FILE, state.device)
+        return OccupationStatistics.load(folder / saving.STATISTICS_FILE, state.device, state.strategy.name)
     if saving.MEMORY_FILE not in files:
         return None
     memory, metadata = read_tensors(folder / saving.MEMORY_FILE)

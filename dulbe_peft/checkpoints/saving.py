@@ -60,7 +60,7 @@ def write(
     for classifier in state.classifiers.values():
         classifier.save_pretrained(folder)
     if statistics and isinstance(state.memory, OccupationStatistics):
-        state.memory.save(folder / STATISTICS_FILE)
+        state.memory.save(folder / STATISTICS_FILE, state.strategy.name)
     elif state.memory and (statistics or state.encoding is not None):  # an encoding is needed to predict
         write_tensors(folder / MEMORY_FILE, state.memory, {MEMORY_FORMAT: state.strategy.name})
     if statistics:

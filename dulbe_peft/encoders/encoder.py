@@ -496,10 +496,13 @@ class Encoder(TextEncoder):
                     new = [place for place, row in enumerate(here) if row not in known]
                     rest, chosen = (pixels[new], index[new]) if known else (pixels, index)
                     asked = None if queries is None else queries[chosen]
-                    features[chosen] = self._encoded(rest, images, tower, few, asked)
+                    features[chosen] = encoded = self._encoded(rest, images, tower, few, asked)
+                    unreadable |= self._not_finite(encoded, chosen, images, skip)
                 for row in known:
-                    features[row] = features[seen[here[row] or b""]]
-                fresh |= {row: content for row, content in here.items() if row not in known}
+                    first = seen[here[row] or b""]
+                    features[row] = features[first]
+                    unreadable |= {row: unreadable[first]} if first in unreadable else {}
+                fresh |= {row: content for row, content in here.items() if row not in known and row not in unreadable}
                 if len(fresh) >= self.args.eval_batch_size:
                     put()
         features[list(unreadable)] = 0
@@ -507,6 +510,16 @@ class Encoder(TextEncoder):
         for row, first in copies.items():
             features[row] = features[first]
         return features, unreadable | {row: unreadable[first] for row, first in copies.items() if first in unreadable}
+
+    def _not_finite(
+        self, features: torch.Tensor, index: torch.Tensor, images: PixelDataset, skip: bool
+    ) -> dict[int, str]:
+        """Return the images whose features are not finite, with the reason, or without `skip` raise a ValueError."""
+        why = "its features are NaN or infinite, because of its pixels, the precision or the model"
+        rows = index[~features.isfinite().all(dim=1).cpu()].tolist()
+        if rows and not skip:
+            raise ValueError(f"image {rows[0]} ({images.images.item_name(rows[0])}) cannot be used: {why}")
+        return dict.fromkeys(rows, why)
 
     def _fill_from_store(
         self, store: FeatureStore, key: EncoderKey, images: PixelDataset, features: torch.Tensor

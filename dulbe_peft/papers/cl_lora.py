@@ -73,6 +73,7 @@ class ClLora(Strategy):
     similarity: Weight = 1e-4
 
     name = "cl_lora"
+    memory_kind = dict
 
     def plan(self, task: NewTask) -> Modes:
         layers, generator = task.layers, task.generator()

@@ -36,6 +36,7 @@ class FirstTaskOnly(Strategy):
     """Train tensors, and a head that is dropped afterwards, on the first task, and keep the tensors as they are."""
 
     trains_adapter = False
+    memory_kind = dict
     published_rate = 1e-3  # of Adam; both papers' 0.01 is that of SGD
 
     def start(

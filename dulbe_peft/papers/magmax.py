@@ -38,6 +38,7 @@ class MagMax(Strategy):
     scale: Positive = 0.5  # factor of v in the model that is used; the authors' is 0.5
 
     name = "magmax"
+    memory_kind = dict
     trains_adapter = False
     published_rate = 1e-5
     classifiers = ("text", "bayes")

@@ -44,6 +44,7 @@ class MgClip(Strategy):
     """Train one pair (A, B) in all tasks, for a number of epochs that is chosen on task 1."""
 
     name = "mg_clip"
+    memory_kind = dict
     trains_bases = True
     folds = False
     orthonormal = False

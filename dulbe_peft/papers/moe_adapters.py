@@ -106,6 +106,7 @@ class MoeAdapters(Strategy):
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.1
 
     name = "moe_adapters"
+    memory_kind = dict
     trains_adapter = False
     published_rate = 1e-3
     classifiers = ("text", "bayes")

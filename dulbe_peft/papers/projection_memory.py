@@ -93,6 +93,7 @@ class ProjectionMemoryStrategy(Strategy):
     """
 
     remembers_inputs = True
+    memory_kind = dict
     orthonormal = False  # where free directions run out, columns of the basis are 0
 
     @staticmethod

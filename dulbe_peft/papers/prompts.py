@@ -136,6 +136,7 @@ class PromptStrategy(Strategy):
     start: Positive = 0.01
 
     trains_adapter = False
+    memory_kind = dict
     classifiers = ("text", "bayes")
     encoder_class: ClassVar[type[Prompted]] = Prompted
 

@@ -136,6 +136,8 @@ class Strategy:
     folds: ClassVar[bool] = True
     # Whether the strategy reads the factor pairs of finished tasks. They are then not merged into a dense matrix.
     keeps_factors: ClassVar[bool] = False
+    # The type of what `remember` returns after each task, if the next task, or the encoding, cannot do without it.
+    memory_kind: ClassVar[type | None] = None
     remembers_inputs: ClassVar[bool] = False  # whether `remember` needs X'X of the images, from the finished model
     # Whether `remember` is also called for further images of known classes. The memory must then be a sum over images.
     remembers_more: ClassVar[bool] = False
@@ -168,6 +170,12 @@ class Strategy:
         need an encoding. Such a learner cannot be exported, scaled or merged.
         """
         return None
+
+    def check_memory(self, memory: Memory | None) -> None:
+        """Raise a `ValueError` unless `memory` is of the type that this strategy has after a task."""
+        if self.memory_kind is not None and not isinstance(memory, self.memory_kind):
+            kind, found = self.memory_kind.__name__, type(memory).__name__ if memory is not None else "none"
+            raise ValueError(f"the strategy {self.name!r} needs its memory of the finished tasks, {kind}, got {found}")
 
     def measuring(self, task: NewTask) -> AbstractContextManager[object] | None:
         """Return a context for the passes that measure gradients and inputs; None leaves the model unchanged."""

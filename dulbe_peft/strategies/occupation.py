@@ -20,6 +20,7 @@ def old_statistic(task: NewTask, name: str) -> torch.Tensor | None:
 class OccupationStrategy(Strategy):
     """Remembers S. The inputs of a task's images are measured with the model that has learned the task."""
 
+    memory_kind = OccupationStatistics
     remembers_inputs = True
     remembers_more = True
 

@@ -25,6 +25,7 @@ class _Layout(Record):
 
     groups: list[Annotated[list[str], MinLen(1)]]
     sha256: str | None = None
+    strategy: str | None = None
 
 
 def _digest(tensors: Mapping[str, torch.Tensor], groups: Iterable[Sequence[str]]) -> str:
@@ -116,16 +117,22 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         if not torch.isfinite(diagonal).all():
             raise ValueError(f"input of layer {names[0]!r} holds NaN or infinity, or its squares overflow float32")
 
-    def save(self, path: str | Path) -> None:
-        """Write a safetensors file with each distinct matrix once. Its metadata says which layers share a matrix."""
+    def save(self, path: str | Path, strategy: str | None = None) -> None:
+        """Write a safetensors file with each distinct matrix once. Its metadata says which layers share a matrix.
+
+        `strategy` names the strategy whose memory the statistics are.
+        """
         tensors = {names[0]: self._matrices[names[0]] for names in self.groups}
         digest = _digest(tensors, self.groups)
-        layout = _Layout(groups=[list(names) for names in self.groups], sha256=digest)
+        layout = _Layout(groups=[list(names) for names in self.groups], sha256=digest, strategy=strategy)
         write_tensors(path, tensors, {FORMAT: layout.model_dump_json()})
 
     @classmethod
-    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> Self:
-        """Load a file that `save` wrote, onto a device. A damaged or foreign file raises a `ValueError`."""
+    def load(cls, path: str | Path, device: torch.device | str = "cpu", strategy: str | None = None) -> Self:
+        """Load a file that `save` wrote, onto a device.
+
+        A file that is damaged or foreign, or not of the `strategy` if one is given, raises a `ValueError`.
+        """
         tensors, metadata = read_tensors(path)
         if FORMAT not in metadata:
             raise ValueError(f"{path} has format {sorted(metadata)}, expected {FORMAT!r}")
@@ -133,6 +140,8 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
             layout = _Layout.model_validate_json(metadata[FORMAT])
         except ValidationError as error:
             raise ValueError(f"{path}: metadata is damaged or foreign: {first_problem(error)}") from error
+        if strategy is not None and layout.strategy != strategy:
+            raise ValueError(f"{path} is the memory of the strategy {layout.strategy!r}, expected {strategy!r}")
         if {group[0] for group in layout.groups} != set(tensors):
             raise ValueError(f"{path} holds matrices {sorted(tensors)}, its metadata lists {layout.groups}")
         stats = cls()

@@ -106,6 +106,8 @@ def _check_trainable(state: LearnerState) -> None:
             f"this learner was published without the memory of the strategy {state.strategy.name!r}: it has no "
             "statistics of its finished tasks, so it can predict and evaluate, but not learn a further task"
         )
+    if state.tasks:
+        state.strategy.check_memory(state.memory)
     if state.adapter is None:
         return
     state.adapter.check_unmerged()

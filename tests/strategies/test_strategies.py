@@ -65,6 +65,8 @@ def make_learner(name, **adapter):
 def test_loaded_learner_continues_and_exports_like_the_original(name, tmp_path):
     """Layers have different ranks, and histories become dense after two tasks unless a strategy reads the factors."""
     learner = learned(make_learner(name, residual_rank=9, rank_pattern={"layers.1.mlp.fc1": 12}), 2)
+    memory = learner.memory
+    assert (None if memory is None else type(memory)) is learner.strategy.memory_kind
     learner.save_pretrained(tmp_path / "saved")
     assert set(learner.evaluate(stream(1)[0].test)["classifiers"]) == set(learner.classifiers)
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
