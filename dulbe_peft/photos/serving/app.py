@@ -408,8 +408,8 @@ def uploaded_images(request: dict[str, object], most: int) -> list[io.BytesIO]:
             files.append(io.BytesIO(base64.b64decode(text, validate=True)))
             width, height = header_of_file(files[-1]).size
             if width * height > MOST_PIXELS:
-                most = f"at most {MOST_PIXELS:,} are read here; use dulbe-peft predict or learn"
-                raise ValueError(f"it has {width} x {height} pixels: {most}")
+                limit = f"at most {MOST_PIXELS:,} are read here; use dulbe-peft predict or learn"
+                raise ValueError(f"it has {width} x {height} pixels: {limit}")
             decode_image(files[-1])
         except (TypeError, ValueError) as error:
             raise ValueError(f"image {number} cannot be read: {error}") from error
