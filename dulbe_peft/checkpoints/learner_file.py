@@ -54,6 +54,4 @@ def describe(state: LearnerState, local: bool) -> LearnerFile:
 def read(folder: Path) -> LearnerFile:
     """Read the file in a folder; raises a `CheckpointError` if it is missing or invalid."""
     with load_errors(folder):
-        record = read_record(folder / LEARNER_FILE, LearnerFile)
-    record.arguments.setdefault("whole_images", True)  # learners without this setting have read whole images
-    return record
+        return read_record(folder / LEARNER_FILE, LearnerFile)

@@ -146,7 +146,7 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
         raise ValueError(
             f"features is {args.features!r}, but the learner in {folder} has learned {learned!r} features"
         )
-    if saved.tasks and args.whole_images != saved.arguments["whole_images"]:
+    if saved.tasks and args.whole_images != saved.arguments.get("whole_images"):
         raise ValueError(
             f"whole_images is {args.whole_images}, but the learner in {folder} has learned with "
             f"whole_images={not args.whole_images}: pass the same, or learn again"

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from dulbe_peft.classifiers.calibration import log_likelihoods, penalties, place
 from dulbe_peft.classifiers.checks import SAME_TEXT
 from dulbe_peft.classifiers.class_sums import ClassSums
 from dulbe_peft.classifiers.groups import few_items, groups_of_classes, ranking, rows_by_group, together
+from dulbe_peft.classifiers.keeping import takes
 from dulbe_peft.classifiers.ranpac import MOST_FEATURES, RandomLayer, random_layer
 from dulbe_peft.classifiers.rule import LeftOut, TextDim, linear, projected
 from dulbe_peft.classifiers.state import Fitted, Layout, State, once, per_class, shared
@@ -163,7 +164,7 @@ class BayesRule(ClassSums):
         return counted(nameless) | {"set_aside": was * other[:, None]}
 
     def merged(self, state: State, other: State, places: Tensor) -> dict[str, Tensor]:
-        changes = super().merged(*(each.replaced(counted(each)) for each in (state, other)), places)
+        changes = super().merged(state.replaced(counted(state)), other.replaced(counted(other)), places)
         return changes | {"set_aside": state.set_aside.new_zeros(len(changes["counts"]), state.set_aside.shape[1])}
 
     def moved(self, state: State, matrix: Tensor, lifted: bool = False) -> dict[str, Tensor]:
@@ -669,6 +670,11 @@ def some_without_groups(
 
 class BayesClassifier(Classifier, rule=BayesRule):
     rule: BayesRule
+
+    if TYPE_CHECKING:
+
+        @takes(BayesRule)
+        def __init__(self, *settings: Any, **named: Any) -> None: ...
 
     @property
     def choice(self) -> tuple[float, float, int, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from annotated_types import Ge, Gt, Le, Len
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions
 from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability
+from dulbe_peft.classifiers.keeping import takes
 from dulbe_peft.classifiers.rule import LogitScale, Rule
 from dulbe_peft.classifiers.state import Fitted, Layout, State, once, per_class, shared
 from dulbe_peft.utils.settings import MOST
@@ -222,6 +223,11 @@ class Ensemble(Fitted):
 
 class BridgeEnsembleHead(Classifier, rule=BridgeRule):
     rule: BridgeRule
+
+    if TYPE_CHECKING:
+
+        @takes(BridgeRule)
+        def __init__(self, *settings: Any, **named: Any) -> None: ...
 
     @property
     def num_depths(self) -> int:

@@ -4,7 +4,7 @@ logits = (tau z' e_c + alpha times the score of `lda`) / max(1, alpha)      the 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.calibration import log_likelihoods, penalties
 from dulbe_peft.classifiers.groups import some_left_out
+from dulbe_peft.classifiers.keeping import takes
 from dulbe_peft.classifiers.lda import MOST_JUDGED, LdaClassifier, LdaRule
 from dulbe_peft.classifiers.rule import LeftOut
 from dulbe_peft.classifiers.state import Layout, State, shared
@@ -96,6 +97,11 @@ def _mixed(by_text: Tensor, by_image: Tensor, alpha: float) -> Tensor:
 
 class GdaClassifier(LdaClassifier, rule=GdaRule):
     rule: GdaRule
+
+    if TYPE_CHECKING:
+
+        @takes(GdaRule)
+        def __init__(self, *settings: Any, **named: Any) -> None: ...
 
     def weight(self) -> float:
         """Return alpha."""

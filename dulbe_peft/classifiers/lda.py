@@ -8,7 +8,7 @@ score = z' Sigma^-1 m_c - m_c' Sigma^-1 m_c / 2
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from annotated_types import Gt, Le
@@ -25,6 +25,7 @@ from dulbe_peft.classifiers.covariance import (
     without_group,
 )
 from dulbe_peft.classifiers.groups import rows_by_group, some_left_out
+from dulbe_peft.classifiers.keeping import takes
 from dulbe_peft.classifiers.rule import LeftOut
 from dulbe_peft.classifiers.state import Fitted, State, once
 from dulbe_peft.utils.settings import Weight
@@ -188,6 +189,11 @@ class Gaussians(Fitted):
 
 class LdaClassifier(Classifier, rule=LdaRule):
     rule: LdaRule
+
+    if TYPE_CHECKING:
+
+        @takes(LdaRule)
+        def __init__(self, *settings: Any, **named: Any) -> None: ...
 
     @property
     def means(self) -> Tensor:

@@ -46,7 +46,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ from torch.nn import functional as F
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead, BridgeRule, Ensemble
 from dulbe_peft.classifiers.geodesics import own_probabilities
 from dulbe_peft.classifiers.groups import some_left_out, sums_of_groups, together
+from dulbe_peft.classifiers.keeping import takes
 from dulbe_peft.classifiers.rule import LeftOut
 from dulbe_peft.classifiers.state import Layout, State, once, per_class
 
@@ -256,6 +257,11 @@ def _among_all(state: State, mean: Tensor) -> Tensor:
 
 class PooledBridgeHead(BridgeEnsembleHead, rule=PooledBridgeRule):
     rule: PooledBridgeRule
+
+    if TYPE_CHECKING:
+
+        @takes(PooledBridgeRule)
+        def __init__(self, *settings: Any, **named: Any) -> None: ...
 
     @property
     def depth_weights(self) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions
+from dulbe_peft.classifiers.keeping import takes
 from dulbe_peft.classifiers.rule import Rule, sums_without
 from dulbe_peft.classifiers.state import Fitted, Layout, State, once, per_class
 
@@ -78,6 +79,11 @@ class Prototypes(Fitted):
 
 class PrototypeClassifier(Classifier, rule=PrototypeRule):
     rule: PrototypeRule
+
+    if TYPE_CHECKING:
+
+        @takes(PrototypeRule)
+        def __init__(self, *settings: Any, **named: Any) -> None: ...
 
     @property
     def visual_prototypes(self) -> Tensor:

@@ -6,13 +6,14 @@ logits = tau w_c h' W
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
+from dulbe_peft.classifiers.keeping import takes
 from dulbe_peft.classifiers.ridge import RidgeClassifier, RidgeRegression
 from dulbe_peft.classifiers.state import Fitted, State, computing
 from dulbe_peft.utils.settings import Positive
@@ -106,3 +107,8 @@ class RanpacRule(RidgeRegression):
 
 class RanpacClassifier(RidgeClassifier, rule=RanpacRule):
     rule: RanpacRule
+
+    if TYPE_CHECKING:
+
+        @takes(RanpacRule)
+        def __init__(self, *settings: Any, **named: Any) -> None: ...

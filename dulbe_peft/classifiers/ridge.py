@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.groups import rows_by_group
+from dulbe_peft.classifiers.keeping import takes
 from dulbe_peft.classifiers.rule import Rule, sums_without
 from dulbe_peft.classifiers.state import Fitted, Layout, State, once, per_class, shared
 from dulbe_peft.utils.settings import Positive
@@ -199,6 +200,11 @@ class RidgeRule(RidgeRegression):
 
 class RidgeClassifier(Classifier, rule=RidgeRule):
     rule: RidgeRegression
+
+    if TYPE_CHECKING:
+
+        @takes(RidgeRule)
+        def __init__(self, *settings: Any, **named: Any) -> None: ...
 
     def strength(self) -> float:
         """Return lambda."""

@@ -40,7 +40,7 @@ class ExtraState(Record):
 
 
 class SavedClassifier(ExtraState):
-    """The contents of `<stem>_config.json`. Files of older versions have no digest of the tensors, `sha256`."""
+    """The contents of `<stem>_config.json`; `sha256` is the digest of the tensors."""
 
     format: Literal["dulbe-classifier-2"] = "dulbe-classifier-2"
     name: str
@@ -48,7 +48,7 @@ class SavedClassifier(ExtraState):
     logit_scale: float
     settings: dict[str, object]
     source: dict[str, str] | None
-    sha256: str | None = None
+    sha256: str = ""
 
 
 def write(
@@ -111,7 +111,7 @@ def read(
         rule.check(state)
     except (ValueError, TypeError, RuntimeError, MemoryError) as error:
         raise ValueError(f"{owner} in {str(source)!r} cannot be loaded: {error}") from error
-    if config.sha256 not in (None, tensors_digest(contents)):
+    if config.sha256 != tensors_digest(contents):
         raise ValueError(
             f"{owner} in {str(source)!r} cannot be loaded: {tensors_file.name} is damaged, or it was not saved with "
             f"{config_file.name}: the SHA-256 of its tensors differs"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, overload
+from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
 import torch
 from torch import Tensor, distributed
@@ -14,9 +14,6 @@ from torch import Tensor, distributed
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.tensors import has_values, identity, is_finite
 from dulbe_peft.utils.torch_settings import float32_by_default, one_thread
-
-if TYPE_CHECKING:
-    from dulbe_peft.classifiers.rule import Rule
 
 T_co = TypeVar("T_co", covariant=True)
 CLASSES = ".classes"  # contains a dot, so it cannot be the name of a tensor
@@ -245,7 +242,7 @@ class Fitted:
         self.key = identity(kept.values(), samples) if has_values() else ()
 
     @classmethod
-    def of(cls, rule: Rule, state: State) -> Self:
+    def of(cls, rule: object, state: State) -> Self:
         """Return what follows from a state, which is kept there until a tensor changes."""
         new, old = cls(rule, state), state.fitted.get(cls)
         if not has_values():  # while a graph is exported, which computes the values itself

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dulbe_peft.classifiers.base import classifier_of
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.keeping import takes
 from dulbe_peft.classifiers.rule import Rule, TextDim, projected, projected_and_linear
 from dulbe_peft.classifiers.state import State
 
@@ -52,4 +54,10 @@ class TextRule(Rule):
         return projected_and_linear, {"projection": state.projection, "weight": weight}
 
 
-TextClassifier = classifier_of(TextRule)
+class TextClassifier(Classifier, rule=TextRule):
+    rule: TextRule
+
+    if TYPE_CHECKING:
+
+        @takes(TextRule)
+        def __init__(self, *settings: Any, **named: Any) -> None: ...

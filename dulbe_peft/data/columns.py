@@ -13,7 +13,6 @@ from dulbe_peft.utils.terminal import counted
 
 PATH, LABEL, SPLIT = "path", "label", "split"
 GUESS, NOVELTY = "predicted", "novelty"  # columns of the tables that `suggest` and `predict` write
-_OLD_GUESS = "class"  # the name of the column `GUESS` before version 0.3
 FILE = "SourceFile"  # the path column of exiftool's tables
 KEYWORDS = {"subject", "keywords", "hierarchicalsubject", "weightedflatsubject", "lastkeywordxmp", "tagslist"}
 # The names that programs give to columns, as `_key` returns them. A column named PATH or LABEL is preferred.
@@ -116,9 +115,8 @@ def open_table(
         return table
     table.keywords = ()
     lower = {name.lower() for name in header}
-    guess = next((name for name in (GUESS, _OLD_GUESS) if {name, PATH, NOVELTY} <= lower), None)
-    if guess is not None and LABEL not in lower and label_column == LABEL:
-        why = f"has predictions, in the column {guess!r}, and no labels"
+    if {GUESS, PATH, NOVELTY} <= lower and LABEL not in lower and label_column == LABEL:
+        why = f"has predictions, in the column {GUESS!r}, and no labels"
         raise ValueError(f"{path} {why}: correct the predictions, and rename the column to {LABEL!r}")
     _find_paths(table, header, path_column)
     table.split = next((name for name in header if _key(name) in _SPLITS), None)

@@ -15,13 +15,14 @@ Reference: "BOFA: Bridge-Layer Orthogonal Low-Rank Fusion for CLIP-Based Class-I
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
+from dulbe_peft.classifiers.keeping import takes
 from dulbe_peft.classifiers.prototype import PrototypeClassifier, PrototypeRule
 from dulbe_peft.classifiers.state import Layout, State, shared
 from dulbe_peft.strategies.base import Modes, NewTask
@@ -128,6 +129,11 @@ class BofaRule(PrototypeRule):
 
 class BofaClassifier(PrototypeClassifier, rule=BofaRule):
     rule: BofaRule
+
+    if TYPE_CHECKING:
+
+        @takes(BofaRule)
+        def __init__(self, *settings: Any, **named: Any) -> None: ...
 
     @property
     def prototypes(self) -> Tensor:

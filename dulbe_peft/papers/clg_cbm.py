@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from annotated_types import Ge
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.keeping import takes
 from dulbe_peft.classifiers.state import Fitted, Layout, State, once, per_class
 from dulbe_peft.papers.fitting import KeptGaussians, fit, minibatches, task_generator, uniform
 from dulbe_peft.strategies.frozen import Frozen
@@ -112,6 +113,11 @@ class Product(Fitted):
 
 
 class ClgCbmClassifier(Classifier, rule=ClgCbmRule):
+    if TYPE_CHECKING:
+
+        @takes(ClgCbmRule)
+        def __init__(self, *settings: Any, **named: Any) -> None: ...
+
     def concepts(self, class_name: str, k: int = 5) -> list[tuple[str, int, float]]:
         """Return the k concepts that contribute most to a class, largest contribution first.
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.arguments import Query
-from dulbe_peft.classifiers.base import Classifier, Groups
+from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.calibration import places_among
 from dulbe_peft.classifiers.groups import check_groups
+from dulbe_peft.classifiers.learning import Groups
 from dulbe_peft.classifiers.novelty import sums_of
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.unlabelled import unlabelled_images

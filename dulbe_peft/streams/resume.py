@@ -147,7 +147,6 @@ def newest_of_run(
         saved = Identity.model_validate(manifest.notes.get("identity"))
     except ValidationError as error:
         raise CheckpointError(f"{folder / folders.MANIFEST} is damaged or foreign: {first_problem(error)}") from error
-    saved.arguments.setdefault("whole_images", True)  # as for a learner without this setting
     with folders.load_errors(folder):
         learned = learner_file.read(folder)
         known = restoring.read_known(folder, [n for task in learned.tasks for n in task], manifest.files)

@@ -1,12 +1,17 @@
 """Rules as functions from tensors to tensors, without a classifier around them."""
 
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 import reference
 import torch
 from taught import DIM, NAMED, SCALE, SPECS, digits, task
 from test_classifiers import lift
 
-from dulbe_peft.classifiers import make_classifier, parse_classifiers
+import dulbe_peft
+from dulbe_peft.classifiers import Rule, classifier_of, make_classifier, parse_classifiers, per_class
 from dulbe_peft.classifiers.checks import unit_features
 from dulbe_peft.classifiers.state import State
 
@@ -79,3 +84,35 @@ def test_a_rule_keeps_valid_tensors_and_its_classifier_the_same_ones(name):
     assert torch.equal(classifier.logits(tests), rule.scores(state, tests))
     function, tensors = rule.formula(state)
     torch.testing.assert_close(function(tests, **tensors), rule.scores(state, tests), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("taken", ["classes", "replaced", "class_names", "layouts", "items", "novelty", "device"])
+def test_tensors_with_names_of_a_state_or_a_classifier_are_refused(taken):
+    @dataclass(frozen=True)
+    class TakingRule(Rule):
+        name = "taking"
+
+        def tensors(self):
+            return {taken: per_class(self.embed_dim)}
+
+    with pytest.raises(TypeError, match=f"the 'taking' classifier: '{taken}' cannot be the name of a tensor"):
+        classifier_of(TakingRule)(4)
+
+
+def test_a_rule_that_can_something_unknown_is_refused():
+    @dataclass(frozen=True)
+    class FlyingRule(Rule):
+        can = frozenset({"merge", "fly"})
+
+    with pytest.raises(TypeError, match="FlyingRule.can must be of update, merge, .*got 'fly'"):
+        classifier_of(FlyingRule)
+
+
+def test_type_checkers_see_the_settings_of_every_classifier_that_has_a_class():
+    found = []
+    for path in Path(dulbe_peft.__file__).parent.glob("*/*.py"):
+        text = path.read_text(encoding="utf-8")
+        for cls, rule, body in re.findall(r"^class (\w+)\(\w+, rule=(\w+)\):\n((?:    .*\n|\n)*)", text, re.MULTILINE):
+            assert f"@takes({rule})\n        def __init__" in body, cls
+            found.append(cls)
+    assert len(found) >= 11
