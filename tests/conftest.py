@@ -81,6 +81,24 @@ def _deterministic(monkeypatch):
     torch.set_num_threads(THREADS)
 
 
+@pytest.fixture
+def reads(monkeypatch):
+    """Count by content how often each image is read to be encoded."""
+    from collections import Counter
+
+    from dulbe_peft.encoders.pixels import PixelDataset
+
+    counts, read = Counter(), PixelDataset.__getitem__
+
+    def counted(self, index):
+        item = read(self, index)
+        counts[item[3]] += 1
+        return item
+
+    monkeypatch.setattr(PixelDataset, "__getitem__", counted)
+    return counts
+
+
 @pytest.fixture(scope="session")
 def tiny_clip():
     """A function that returns the same random CLIPModel every time: 16 x 16 images, 16 dimensions, 99 tokens."""

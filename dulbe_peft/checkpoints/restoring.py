@@ -32,6 +32,8 @@ from dulbe_peft.utils.folders import CheckpointError, load_errors
 from dulbe_peft.utils.processes import choose_device, choose_precision, has_bfloat16
 from dulbe_peft.utils.tensors import read_tensors
 
+# Settings that a learner keeps.
+_LEARNED_WITH = ("features", "whole_images", "image_resize", "learning_rate")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
 
 
@@ -140,18 +142,18 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
             state.strategy.check_memory(memory)
         names = [name for task in saved.tasks for name in task]
         images = read_known(folder, names, files)
+        learned = {name: saved.arguments[name] for name in _LEARNED_WITH}
     args, width = state.args, replace(state, memory=memory).embed_dim
-    learned = saved.arguments.get("features", "projected")
-    if saved.tasks and args.features != learned:
+    if saved.tasks and args.features != learned["features"]:
         raise ValueError(
-            f"features is {args.features!r}, but the learner in {folder} has learned {learned!r} features"
+            f"features is {args.features!r}, but the learner in {folder} has learned {learned['features']!r} features"
         )
-    if saved.tasks and args.whole_images != saved.arguments.get("whole_images"):
+    if saved.tasks and args.whole_images != learned["whole_images"]:
         raise ValueError(
             f"whole_images is {args.whole_images}, but the learner in {folder} has learned with "
             f"whole_images={not args.whole_images}: pass the same, or learn again"
         )
-    resize = saved.arguments.get("image_resize", "processor")
+    resize = learned["image_resize"]
     if saved.tasks and args.image_resize not in ("processor", resize):  # the saved processor resizes as it did
         raise ValueError(
             f"image_resize is {args.image_resize!r}, but the learner in {folder} has learned with {resize!r}: pass "
@@ -160,7 +162,7 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
     if args.image_resize == "processor":
         args = replace(args, image_resize=resize)
     if args.learning_rate == "auto":  # keep the rate that was chosen on the first task
-        args = replace(args, learning_rate=saved.arguments["learning_rate"])
+        args = replace(args, learning_rate=learned["learning_rate"])
     for name, classifier in classifiers.items():
         if classifier.class_names != names or classifier.embed_dim != width:
             raise CheckpointError(f"{folder} is inconsistent: {name!r} has other classes or another feature width")

@@ -67,10 +67,6 @@ def test_table_gives_labels_and_splits_of_images(heap, tmp_path, monkeypatch):
             [["path", "predicted", "novelty"], ["a.jpg", "x", "0"]],
             "has predictions, in the column 'predicted', .* and rename the column to 'label'",
         ),
-        (
-            [["path", "class", "novelty"], ["a.jpg", "x", "0"]],
-            "has predictions, in the column 'class', .* and rename the column to 'label'",
-        ),
         ([["path", "label"], ["a.jpg", ""]], "has no row with a label in 'label'"),
         ([["path", "label"], ["", "x"]], "line 2 of .* has no path"),
         ([["path", "label"]], "names no image: it has only a header"),

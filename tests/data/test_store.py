@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from dulbe_peft.data.glance import Glance, Header
 from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.data.store import EncoderKey, FeatureStore, store_path
 from dulbe_peft.encoders.encoder import CPU_BATCH
-from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.photos.commands.main import main
 
 MACHINE = ["--device", "cpu", "--no-progress"]
@@ -50,20 +48,6 @@ def plain(photos, tmp_path_factory):
         call(*RUN, "--data", photos, "--output", folder, "--no-store")
         assert not store_path().exists(), "--no-store writes no store"
     return folder
-
-
-@pytest.fixture
-def encoded(monkeypatch):
-    """Count by content how often each image is encoded."""
-    counts, read = Counter(), PixelDataset.__getitem__
-
-    def counted(self, index):
-        actual = read(self, index)
-        counts[actual[3]] += 1
-        return actual
-
-    monkeypatch.setattr(PixelDataset, "__getitem__", counted)
-    return counts
 
 
 def call(*words, expected=0):
@@ -270,7 +254,7 @@ def spoil(kind, path):
 
 @pytest.mark.parametrize("kind", ["text", "foreign", "future", "folder", "cut", "network"])
 def test_unusable_store_gives_one_warning_and_is_left_unchanged(
-    kind, photos, plain, tmp_path, monkeypatch, capsys, encoded
+    kind, photos, plain, tmp_path, monkeypatch, capsys, reads
 ):
     path = Path(os.environ[stores.VARIABLE])
     if kind == "network":
@@ -282,7 +266,7 @@ def test_unusable_store_gives_one_warning_and_is_left_unchanged(
     warnings = [line for line in capsys.readouterr().err.splitlines() if "feature store" in line]
     assert len(warnings) == 1 and f"{path} is not used" in warnings[0] and stores.VARIABLE in warnings[0]
     assert (path.read_bytes() if path.is_file() else None) == before
-    assert set(encoded.values()) == {1} and len(encoded) == 55
+    assert set(reads.values()) == {1} and len(reads) == 55
     assert content_of(tmp_path / "out") == content_of(plain)
 
 
@@ -317,10 +301,10 @@ def test_ten_processes_write_to_one_store(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_commands_together_encode_each_image_once(photos, tmp_path, encoded, capsys, monkeypatch):
+def test_all_commands_together_encode_each_image_once(photos, tmp_path, reads, capsys, monkeypatch):
     monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
     call(*RUN, "--data", photos, "--increment", 2, "--output", tmp_path / "out")
-    assert set(encoded.values()) == {1} and len(encoded) == 55, "zero-shot, training and tests share one pass"
+    assert set(reads.values()) == {1} and len(reads) == 55, "zero-shot, training and tests share one pass"
     july = tmp_path / "july"
     shutil.copytree(photos, july / "photos")
     grey_images(july / "photos" / "train" / "six")
@@ -329,29 +313,29 @@ def test_all_commands_together_encode_each_image_once(photos, tmp_path, encoded,
     call("features", "--model", "demo", "--data", july / "photos", *MACHINE)
     call("check", july / "photos", "--check-labels", "--model", "demo", "--device", "cpu")
     call("predict", tmp_path / "out", july / "photos", "--csv", tmp_path / "answers.csv", "--num-workers", 0, *MACHINE)
-    assert set(encoded.values()) == {1} and len(encoded) == 59
+    assert set(reads.values()) == {1} and len(reads) == 59
     call("env")
     assert f"feature store: {store_path()}, 59 features" in capsys.readouterr().out
     call("forget", july / "run", "six", "--output", july / "less", *MACHINE)
     assert f"may still be in {store_path()}" in capsys.readouterr().out
 
 
-def test_second_run_equals_the_first_in_any_order_and_after_damage(photos, plain, tmp_path, encoded, capsys):
+def test_second_run_equals_the_first_in_any_order_and_after_damage(photos, plain, tmp_path, reads, capsys):
     rows = sorted(path for path in (photos / "test").rglob("*.png"))
     for start in (11, 0):  # in another order, in parts, with incomplete batches
         words = [*rows[start:], *rows[:start]][:11]
         call("predict", plain, *words, "--csv", tmp_path / f"{start}.csv", "--num-workers", 0, *MACHINE)
-    encoded.clear()
+    reads.clear()
     call(*RUN, "--data", photos, "--output", tmp_path / "two")
-    assert len(encoded) == 40, "the store has the test images"
+    assert len(reads) == 40, "the store has the test images"
     with closing(sqlite3.connect(store_path())) as database, database:
         (content, embedding) = database.execute("SELECT content, embedding FROM features").fetchone()
         other = bytes([embedding[0] ^ 1]) + embedding[1:]
         database.execute("UPDATE features SET embedding = ? WHERE content = ?", (other, content))
-    encoded.clear()
+    reads.clear()
     capsys.readouterr()
     call(*RUN, "--data", photos, "--output", tmp_path / "three")
-    assert dict(encoded) == {content: 1} and "1 damaged features" in capsys.readouterr().err
+    assert dict(reads) == {content: 1} and "1 damaged features" in capsys.readouterr().err
     assert content_of(plain) == content_of(tmp_path / "two") == content_of(tmp_path / "three")
 
 
@@ -361,7 +345,7 @@ def test_features_of_a_few_predictions_are_not_stored(photos, plain):
     assert FeatureStore(store_path()).facts() == (0, 0)
 
 
-def test_other_weights_layers_or_resize_encode_again(photos, tmp_path, base, encoded):
+def test_other_weights_layers_or_resize_encode_again(photos, tmp_path, base, reads):
     """Even one changed weight, or another activation with the same weights, makes another encoder."""
     clip, processor = base
     clip.save_pretrained(tmp_path / "model")
@@ -369,32 +353,32 @@ def test_other_weights_layers_or_resize_encode_again(photos, tmp_path, base, enc
     run = ["run", "--classifiers", "prototype", *MACHINE, "--data", photos, "--model"]
     call(*run, "demo", "--output", tmp_path / "one")
     call(*run, tmp_path / "model", "--output", tmp_path / "same weights elsewhere")
-    assert set(encoded.values()) == {1}
+    assert set(reads.values()) == {1}
     call(*run, "demo", "--image-resize", "squash", "--output", tmp_path / "squash")
-    assert set(encoded.values()) == {2}
+    assert set(reads.values()) == {2}
     weights = load_file(tmp_path / "model" / "model.safetensors")
     name = next(name for name in weights if name.endswith("vision_model.encoder.layers.0.mlp.fc1.weight"))
     weights[name].view(-1)[1] += 1e-3  # a single value
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     call(*run, tmp_path / "model", "--output", tmp_path / "other")
-    assert set(encoded.values()) == {3}
+    assert set(reads.values()) == {3}
     file = tmp_path / "model" / "config.json"
     config = json.loads(file.read_text())
     vision = config["vision_config"]
     vision["hidden_act"] = {"quick_gelu": "gelu", "gelu": "quick_gelu"}[vision["hidden_act"]]
     file.write_text(json.dumps(config))
     call(*run, tmp_path / "model", "--output", tmp_path / "other layers")
-    assert set(encoded.values()) == {4}
+    assert set(reads.values()) == {4}
     call(*run, "demo", "--output", tmp_path / "again")
-    assert set(encoded.values()) == {4}
+    assert set(reads.values()) == {4}
 
 
-def test_augmented_views_are_stored_under_their_own_keys(photos, tmp_path, encoded):
+def test_augmented_views_are_stored_under_their_own_keys(photos, tmp_path, reads):
     words = [*RUN, "--data", photos, "--augment", "crop+flip", "--copies", 2]
     call(*words, "--output", tmp_path / "one")
-    assert sum(encoded.values()) == 40 * 3 + 15
+    assert sum(reads.values()) == 40 * 3 + 15
     call(*words, "--output", tmp_path / "two")
-    assert sum(encoded.values()) == 40 * 3 + 15
+    assert sum(reads.values()) == 40 * 3 + 15
     assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
 
 

@@ -1,10 +1,8 @@
 """Large JPEG files are decoded smaller, unless `whole_images` is set: never both for one learner."""
 
-import json
 import shlex
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,18 +11,13 @@ from lives import tiny_learner
 from PIL import Image
 from small_runs import call
 
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments, Task, load_clip
-from dulbe_peft.checkpoints import layout
-from dulbe_peft.checkpoints.layout import LEARNER_FILE
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, Task
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders import pixels
 from dulbe_peft.encoders.pixels import PixelDataset, jpeg_side
-from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.streams.run import run_stream
-from dulbe_peft.utils import folders
-from dulbe_peft.utils.records import write_record
 
 LARGE, SMALL = (1600, 1280), (320, 240)
 CLASSES = ["a", "b"]
@@ -142,23 +135,9 @@ def test_saved_learner_reads_as_it_learned(whole, large, tmp_path):
         load(base_model=learner(whole).clip, args=LearnerArguments(whole_images=not whole))
 
 
-def test_learner_saved_without_the_setting_reads_whole_images():
-    folder = Path(__file__).parents[1] / "saved" / "0.3.0" / "frozen"
-    assert "whole_images" not in json.loads((folder / LEARNER_FILE).read_text())["arguments"]
-    load = partial(ClassIncrementalLearner.from_pretrained, folder)
-    loaded = load(base_model=load_clip(demo_model_folder())[0])
-    assert loaded.args.whole_images and loaded.encoder.jpeg_side == 0
-    with pytest.raises(ValueError, match="whole_images is False"):
-        load(base_model=load_clip(demo_model_folder())[0], args=LearnerArguments())
-
-
-def test_run_begun_without_the_setting_is_continued_with_whole_images_only(large, tmp_path):
+def test_run_is_continued_with_the_same_reading_of_images_only(large, tmp_path):
     task = Task(load_data(large), None, tuple(CLASSES))
     run_stream(learner(True), [task], tmp_path / "run")
-    folder = layout.task_folders(tmp_path / "run")[-1]
-    manifest = folders.read_manifest(folder)
-    del manifest.notes["identity"]["arguments"]["whole_images"]
-    write_record(folder / folders.MANIFEST, manifest.model_copy(update={"sha256": manifest.digest()}))
     with pytest.raises(ValueError, match="whole_images was True and is now False"):
         run_stream(learner(False), [task], tmp_path / "run")
     run_stream(learner(True), [task], tmp_path / "run")

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from dulbe_peft.arguments import Query
 from dulbe_peft.classifiers import Classifier, novelty
 from dulbe_peft.data.camtrap import HEADER, observation
 from dulbe_peft.data.readers import load_data
-from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.output_files import only_writer
@@ -40,20 +38,6 @@ def learner(folders, tmp_path_factory):
     command = ["run", "--model", str(demo_model_folder()), "--data", str(folders), "--output", str(out), *MACHINE]
     assert main([*command, "--classifiers", "bridge,lda"]) == 0
     return out
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """Count how often each image is read to be encoded, by its content."""
-    counts, read = Counter(), PixelDataset.__getitem__
-
-    def counted(self, index):
-        item = read(self, index)
-        counts[item[3]] += 1
-        return item
-
-    monkeypatch.setattr(PixelDataset, "__getitem__", counted)
-    return counts
 
 
 def test_after_a_table_comes_its_page(learner, folders, tmp_path, capsys):
