@@ -353,11 +353,12 @@ def _given(source: DataSource) -> Opened:
     if empty and len(train):
         notes.append(f"left out: {counted(len(empty), 'class')} without images, such as {empty[0]!r}")
         train = parts[source.train_split] = train.select(_present(train))
+    notes += _nested_notes(train, source.group)
     for split in list(parts)[1:]:
         parts[split] = _with_training_labels(parts[split], train.class_names)
     if train.split is not None and folder.is_dir():
         left_out += [(str(folder / name), OF_A_SYSTEM) for name in system_folders(folder)]
-    return Opened.of(parts, left_out, notes + _nested_notes(train, source.group))
+    return Opened.of(parts, left_out, notes)
 
 
 def _present(images: LabelledImages) -> tuple[str, ...]:
