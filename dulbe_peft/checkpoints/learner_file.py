@@ -8,7 +8,6 @@ from pydantic import Field
 from dulbe_peft.checkpoints import base_models
 from dulbe_peft.checkpoints.layout import LEARNER_FILE
 from dulbe_peft.training.state import Estimates, LearnerState, Update
-from dulbe_peft.utils.folders import load_errors
 from dulbe_peft.utils.records import Count, Record, read_record
 
 
@@ -52,6 +51,5 @@ def describe(state: LearnerState, local: bool) -> LearnerFile:
 
 
 def read(folder: Path) -> LearnerFile:
-    """Read the file in a folder; raises a `CheckpointError` if it is missing or invalid."""
-    with load_errors(folder):
-        return read_record(folder / LEARNER_FILE, LearnerFile)
+    """Read the file in a folder, inside of `load_errors`."""
+    return read_record(folder / LEARNER_FILE, LearnerFile)

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -19,6 +19,7 @@ from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
 from dulbe_peft.checkpoints import base_models, layout, learner_file, saving
 from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.checkpoints.locating import listed
+from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.registry import CLASSIFIERS
 from dulbe_peft.data.known import KnownImages
 from dulbe_peft.encoders.backends import has_graph
@@ -56,8 +57,8 @@ def loaded_state(
             f"{folder} is a checkpoint of an unfinished task: resume it with "
             "DualModeTrainer.train(resume_from_checkpoint=...)"
         )
-    saved = learner_file.read(folder)
     with load_errors(folder):
+        saved = learner_file.read(folder)
         strategy = make_strategy(saved.strategy)
         settings = args or LearnerArguments(**saved.arguments | {"precision": "auto"})
         config = None
@@ -76,16 +77,15 @@ def loaded_state(
         raise ValueError("base_model already has adapters: pass the pristine model, as unload() returns it")
     check_encoder(base_model)
     base_models.check(base_model, saved.base_model, folder)
-    with load_errors(folder):
-        processor = _read_processor(folder / saving.PROCESSOR_FOLDER, base_model)
     with _restored_on_error(base_model):
         with load_errors(folder):
-            model = base_model
+            processor, model = _read_processor(folder / saving.PROCESSOR_FOLDER, base_model), base_model
             if config is not None:
                 name = saved.adapter_name
                 model = PeftModel.from_pretrained(base_model, str(folder), name, is_trainable=True, config=config)
-        state = LearnerState(model, processor, settings, strategy, {}, adapter_name=saved.adapter_name)
-        yield _read_state(state, folder, saved, files)
+            state = LearnerState(model, processor, settings, strategy, {}, adapter_name=saved.adapter_name)
+            parts = _read_parts(state, folder, saved, files)
+        yield _with_parts(state, folder, saved, parts)
 
 
 def _read_processor(folder: Path, base_model: nn.Module) -> Any:
@@ -115,17 +115,28 @@ def _machine_settings(
 def restore(state: LearnerState, folder: Path) -> LearnerState:
     """Return the state in a folder for a learner with the same settings, and load its adapter into the model."""
     files = listed(folder, folders.read_manifest(folder))
-    saved = learner_file.read(folder)
-    base_models.check(state.base, saved.base_model, folder)
-    restored = _read_state(state, folder, saved, files)
+    with load_errors(folder):
+        saved = learner_file.read(folder)
+        base_models.check(state.base, saved.base_model, folder)
+        parts = _read_parts(state, folder, saved, files)
+    restored = _with_parts(state, folder, saved, parts)
     if state.adapter is not None:
         with load_errors(folder):
             state.set_adapter_tensors(read_tensors(folder / saving.ADAPTER_FILE)[0])
     return restored
 
 
-def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: set[str]) -> LearnerState:
-    """Return the state with the classifiers, memory, tasks and step count of a folder that was already checked."""
+class _Parts(NamedTuple):
+    """What a folder holds besides the model, and the settings with which the images were learned."""
+
+    classifiers: dict[str, Classifier]
+    memory: Memory | None
+    known: KnownImages
+    learned: dict[str, Any]
+
+
+def _read_parts(state: LearnerState, folder: Path, saved: LearnerFile, files: set[str]) -> _Parts:
+    """Read what a folder, which was already checked, holds besides the model."""
     unknown = [name for name in saved.classifiers if name not in CLASSIFIERS]
     if unknown:
         known = ", ".join(sorted(CLASSIFIERS))
@@ -134,16 +145,20 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
         )
     # A resumed run keeps the order of its learner; otherwise the saved order is used.
     order = [name for name in state.classifiers or saved.classifiers if name in saved.classifiers]
-    with load_errors(folder):
-        classifiers = {name: CLASSIFIERS[name].from_pretrained(folder).to(state.device) for name in order}
-        memory = _read_memory(state, folder, files)
-        # A published learner may lack its memory, unless the encoding needs it.
-        if saved.tasks and (memory is not None or not saved.memory or _encodes_by_memory(state.strategy)):
-            state.strategy.check_memory(memory)
-        names = [name for task in saved.tasks for name in task]
-        images = read_known(folder, names, files)
-        learned = {name: saved.arguments[name] for name in _LEARNED_WITH}
+    classifiers = {name: CLASSIFIERS[name].from_pretrained(folder).to(state.device) for name in order}
+    memory = _read_memory(state, folder, files)
+    # A published learner may lack its memory, unless the encoding needs it.
+    if saved.tasks and (memory is not None or not saved.memory or _encodes_by_memory(state.strategy)):
+        state.strategy.check_memory(memory)
+    images = read_known(folder, [name for task in saved.tasks for name in task], files)
+    return _Parts(classifiers, memory, images, {name: saved.arguments[name] for name in _LEARNED_WITH})
+
+
+def _with_parts(state: LearnerState, folder: Path, saved: LearnerFile, parts: _Parts) -> LearnerState:
+    """Return the state of a folder, after a check that its settings and those of the state read images alike."""
+    classifiers, memory, known, learned = parts
     args, width = state.args, replace(state, memory=memory).embed_dim
+    names = [name for task in saved.tasks for name in task]
     if saved.tasks and args.features != learned["features"]:
         raise ValueError(
             f"features is {args.features!r}, but the learner in {folder} has learned {learned['features']!r} features"
@@ -178,7 +193,7 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
         updates=saved.updates,
         class_texts={name: tuple(texts) for name, texts in saved.class_texts.items()},
         graph=saved.graph,
-        known=images,
+        known=known,
         estimates=saved.estimates,
     )
 
