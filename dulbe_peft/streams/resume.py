@@ -157,7 +157,7 @@ def newest_of_run(
     finished = dict(enumerate(stream[: len(learned.tasks) - first], first + 1))
     differences = _differences(saved, current, learned, finished, texts)
     images = _other_images(finished, known, learner.args.teacher == "cached")
-    reason = next(chain(differences, images), None)
+    reason = next(chain(differences, images, _other_groups(finished, known)), None)
     if reason is not None:
         raise ValueError(f"{folder} belongs to {reason}")
     others = sorted(name for name, now in library_versions().items() if manifest.versions.get(name) != now)
@@ -222,6 +222,25 @@ def _changes(saved: Identity, current: Identity) -> str:
         if lines:
             return ", ".join(lines)
     return ""
+
+
+def _other_groups(finished: Mapping[int, Task], known: KnownImages) -> Iterator[str]:
+    """Yield finished tasks whose training images form other groups than those that were recorded.
+
+    Without groups, each image is a group of its own. The names of groups do not matter.
+    """
+    for number, task in finished.items():
+        images = task.train
+        if images.groups is None and not known.groups:
+            continue
+        contents = [content for content in images.contents() if content is not None]
+        then = [known.groups.get(content, content) for content in contents]
+        now = contents if images.groups is None or len(contents) < len(images) else images.groups.tolist()
+        if not len({*zip(then, now, strict=True)}) == len({*then}) == len({*now}):
+            yield (
+                f"another run: the training images of the finished task {number} form {counted(len({*now}), 'group')} "
+                f"now, and {len({*then})} then; give the same --group and --group-seconds, or {ELSEWHERE}"
+            )
 
 
 def _other_images(finished: Mapping[int, Task], known: KnownImages, look: bool) -> Iterator[str]:

@@ -88,7 +88,7 @@ def test_full_disk_is_said_in_words_by_commands(folder, tmp_path, monkeypatch, c
         raise OSError(code, "No space left on device", "/disk/learner")
 
     Image.new("RGB", (9, 9)).save(tmp_path / "x.png")
-    monkeypatch.setattr("dulbe_peft.photos.commands.predict.write_csv", full)
+    monkeypatch.setattr("dulbe_peft.utils.files.output_file", full)
     given = ["--csv", str(tmp_path / "t.csv"), "--device", "cpu", "--no-progress"]
     assert main(["predict", str(folder), str(tmp_path / "x.png"), *given]) == 2
     expected = "the disk is full, so /disk/learner cannot be written: make room, and repeat the command"

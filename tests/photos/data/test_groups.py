@@ -1,10 +1,12 @@
 """Test that images which belong together are found, held out together, and carried to the tasks."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from lives import content
 from PIL import ExifTags, Image
 from small_runs import call, opened
 
@@ -201,3 +203,25 @@ def test_groups_reach_the_tasks_and_the_record_of_a_run(items, tmp_path, capsys)
     assert json.loads(captured.out)["groups"]["num_groups"] == 15
     assert "where each of the 15 groups counts once: prototype" in captured.err
     assert call("evaluate", tmp_path / "out", "--data", items, "--group", "pot") == 2
+
+
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "interrupted"])
+def test_run_with_other_groups_than_before_is_refused_by_name(items, tmp_path, capsys, finished):
+    out, named = tmp_path / "out", ["--group", "folder"]
+    command = ["run", "--data", items, "--model", demo_model_folder(), "--classifiers", "prototype"]
+    ways = (([], named), (named, []), (named, ["--group", "(?:ant|bee)/(item .)/"]))
+    for number, (first, then) in enumerate(ways):
+        here = [*command, "--increment", "1", "--output", out / str(number)]
+        assert call(*here, *first) == 0
+        if not finished:
+            shutil.rmtree(out / str(number) / "task-003")
+        before = content(out / str(number))
+        capsys.readouterr()
+        assert call(*here, *then) == 2
+        words = "give the same --group and --group-seconds, or choose another output folder"
+        assert "belongs to another run: the training images of the finished task 1 form" in (
+            said := capsys.readouterr().err
+        )
+        assert words in said and content(out / str(number)) == before
+    same = "([^/]+/item .)/[^/]+$"  # the same groups by other names
+    assert call(*[*command, "--increment", "1", "--output", out / "1"], "--group", same) == 0
