@@ -225,22 +225,24 @@ def _changes(saved: Identity, current: Identity) -> str:
 
 
 def _other_groups(finished: Mapping[int, Task], known: KnownImages) -> Iterator[str]:
-    """Yield finished tasks whose training images form other groups than those that were recorded.
+    """Yield a sentence if the training images of the finished tasks form other groups than those that were recorded.
 
     Without groups, each image is a group of its own. The names of groups do not matter.
     """
-    for number, task in finished.items():
-        images = task.train
-        if images.groups is None and not known.groups:
-            continue
-        contents = [content for content in images.contents() if content is not None]
-        then = [known.groups.get(content, content) for content in contents]
-        now = contents if images.groups is None or len(contents) < len(images) else images.groups.tolist()
-        if not len({*zip(then, now, strict=True)}) == len({*then}) == len({*now}):
-            yield (
-                f"another run: the training images of the finished task {number} form {counted(len({*now}), 'group')} "
-                f"now, and {len({*then})} then; give the same --group and --group-seconds, or {ELSEWHERE}"
-            )
+    parts = [task.train for task in finished.values()]
+    if not known.groups and all(part.groups is None for part in parts):
+        return
+    then, now = list[object](), list[object]()
+    for part in parts:
+        groups = [None] * len(part) if part.groups is None else part.groups.tolist()
+        for content, group in zip(part.contents(), groups, strict=True):
+            then.append(known.groups.get(content or b"", content))
+            now.append(content if group is None else group)
+    if not len({*zip(then, now, strict=True)}) == len({*then}) == len({*now}):
+        yield (
+            f"another run: the training images of the finished tasks form {counted(len({*now}), 'group')} now, and "
+            f"{len({*then})} then; give the same --group and --group-seconds, or {ELSEWHERE}"
+        )
 
 
 def _other_images(finished: Mapping[int, Task], known: KnownImages, look: bool) -> Iterator[str]:

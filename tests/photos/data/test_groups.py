@@ -219,7 +219,7 @@ def test_run_with_other_groups_than_before_is_refused_by_name(items, tmp_path, c
         capsys.readouterr()
         assert call(*here, *then) == 2
         words = "give the same --group and --group-seconds, or choose another output folder"
-        assert "belongs to another run: the training images of the finished task 1 form" in (
+        assert "belongs to another run: the training images of the finished tasks form" in (
             said := capsys.readouterr().err
         )
         assert words in said and content(out / str(number)) == before
