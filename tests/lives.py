@@ -15,7 +15,6 @@ from tiny_encoders import IMAGE_SIZE, make_model, make_processor
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, Task
 from dulbe_peft.adapter.base import DualModeLayer
-from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.strategies import make_strategy
 
 QUICK = {"epochs": 1, "batch_size": 4, "learning_rate": 1e-3, "device": "cpu", "progress": False}
@@ -81,8 +80,7 @@ def everything(learner: ClassIncrementalLearner) -> dict[str, Any]:
         values[f"{name} mode"] = module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
         if isinstance(module, DualModeLayer):
             values[f"{name} merged"] = list(module.merged_adapters), module.disable_adapters
-        if isinstance(module, DualModeLinear):
-            values[f"{name} held"] = module._held, module._resting
+            values[f"{name} held"] = module._held, module._rows
     if isinstance(state.model, PeftModel):
         values["history"] = state.model.history_rank, list(state.model.base_model.active_adapters)
     for name, classifier in state.classifiers.items():

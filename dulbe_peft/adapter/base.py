@@ -53,8 +53,8 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
     """A linear layer and its adapters' updates, which stand beside the base weight until `merge` adds them to it.
 
     Subclasses define `updates(adapter)`, the whole update as factors; `get_delta_weight(adapter, dtype)`, the same
-    update as a matrix, (d_out, d_in), in `dtype` or a wider type; and `scaled(adapter, scale)`, a context manager
-    inside which the layer uses W_0 + scale * dW.
+    update as a matrix, (d_out, d_in), in `dtype` or a wider type; `scaled(adapter, scale)`, a context manager inside
+    which the layer uses W_0 + scale * dW; and `acts_as_saved`.
     """
 
     if TYPE_CHECKING:  # PEFT's base class carries no types
@@ -67,6 +67,9 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
         self._pristine_weight: torch.Tensor | None = None
+        self.cast_input_dtype_enabled = False  # PEFT's helper sets it; inputs are only cast to the bases' dtype
+        self._held: Any = None  # what a running block uses in place of the weights of the adapter `_held.adapter`
+        self._rows: list[str] | None = None  # inside a block in which each row names its adapter
         self.in_features: int = self._linear.in_features
         self.out_features: int = self._linear.out_features
         self.register_state_dict_post_hook(_restore_pristine)
@@ -108,6 +111,21 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
             raise ValueError(f"this needs the weight of a {type(self._linear).__name__}, which cannot be unpacked")
         return weight
 
+    @property
+    def held_adapter(self) -> str | None:
+        """The adapter whose weights a running block holds, scales or leaves out."""
+        return None if self._held is None else str(self._held.adapter)
+
+    @property
+    def holds_history_only(self) -> bool:
+        """Whether a running block holds the history and leaves the current modes as they are."""
+        return False
+
+    @property
+    def acts_as_saved(self) -> bool:
+        """Whether no block is running in which the outputs differ from those of the saved adapter."""
+        raise NotImplementedError
+
     def present_adapters(self, names: Iterable[str]) -> list[str]:
         """Return those of `names` that are adapters of this layer."""
         container = getattr(self, self.adapter_layer_names[0])
@@ -141,16 +159,29 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         self._pristine_weight = None
         self.merged_adapters.clear()
 
-    def forward(
-        self, x: torch.Tensor, *args: object, adapter_names: list[str] | None = None, **kwargs: object
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         if self.disable_adapters and self.merged:
             self.unmerge()
-        if self.disable_adapters or self.merged:
+        if self.disable_adapters or (self.merged and self._rows is None):
             return self.base_layer(x, *args, **kwargs)
+        if self._held is not None or self._rows is not None:
+            self._check_block()
         offloaded = [part for part in self._modules.values() if part is not None and "_hf_hook" in part.__dict__]
         with _onloaded(offloaded) if offloaded else nullcontext():
-            return self._adapted_forward(x) if adapter_names is None else self._mixed_forward(x, adapter_names)
+            return self._adapted_forward(x) if self._rows is None else self._mixed_forward(x, self._rows)
+
+    def _check_block(self) -> None:
+        """Raise an error if a running block does not fit what the layer would compute."""
+        if self._rows is not None and (self._held is not None or self.merged):
+            raise ValueError(
+                "adapter_names cannot be given while an adapter is merged, or inside a block that scales or replaces "
+                "the model's weights"
+            )
+        if self._held is not None and self.active_adapters != [self._held.adapter]:
+            raise ValueError(
+                f"a block is running that holds, scales or leaves out weights of the adapter {self._held.adapter!r}, "
+                f"but {self.active_adapters} is active: call set_adapter after the block"
+            )
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
         updates = [update for name in self.present_adapters(self.active_adapters) for update in self.updates(name)]
@@ -165,6 +196,18 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
             rows = torch.tensor([row for row, row_name in enumerate(names) if row_name == name], device=x.device)
             result = result.index_copy(0, rows, add_updates(result[rows], x[rows], self.updates(name)))
         return result
+
+    def check_unused(self, adapter_name: str) -> None:
+        """Raise an error if a running block uses the adapter, which must not be deleted then."""
+        if self.held_adapter == adapter_name or adapter_name in (self._rows or ()):
+            raise ValueError(f"a block is running that uses the adapter {adapter_name!r}: delete it after the block")
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        self.check_unused(adapter_name)
+        super().delete_adapter(adapter_name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": None, "_rows": None}
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         return True  # the update is additive

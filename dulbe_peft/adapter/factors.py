@@ -76,6 +76,7 @@ def add_weighted_adapter(
     Raises:
         ValueError: If the adapters cannot be added, or the name is taken. Nothing is changed then.
     """
+    tuner.check_state("add_weighted_adapter")
     configs = tuner.peft_config
     if not adapters or not configs.keys() >= set(adapters):
         raise ValueError(f"adapters must be some of {list(configs)}, got {list(adapters)}")

@@ -11,7 +11,7 @@ from torch import nn
 from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.layer import DualModeLinear
-from dulbe_peft.utils.processes import check_whole, gather_objects, raise_in_all, sum_over_processes, unwrapped, world
+from dulbe_peft.utils.processes import gather_objects, raise_in_all, sum_over_processes, unwrapped, world
 from dulbe_peft.utils.settings import check_number
 from dulbe_peft.utils.torch_settings import evaluating
 
@@ -55,7 +55,7 @@ def probe_gradients(
         Section "Gradient-Demand Dual-Mode Subspace Allocation"; appendix "Prospective-gradient estimation".
     """
     peft_model = peft_model_of(model)
-    peft_model.check_measurable()
+    peft_model.check_state("probe_gradients")
     with raise_in_all():
         sums, size = summed_gradients(peft_model, batches, loss_fn)
     sum_over_processes(sums.values())
@@ -78,8 +78,7 @@ def summed_gradients(
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Return the gradients of the loss, summed over this process's samples, and the number of samples."""
     layers: dict[str, DualModeLinear] = model.dual_mode_layers()
-    model.check_unmerged()
-    adapter = next(iter(layers.values())).active_adapters[0]
+    adapter = model.adapter_name
     losses: list[torch.Tensor] = []
     total = 0
     with evaluating(model), ExitStack() as held:
@@ -88,7 +87,7 @@ def summed_gradients(
             weight = layer.folded_weight(adapter).detach()
             # Half precision would lose digits in sums over many batches.
             weights[name] = weight.to(torch.promote_types(weight.dtype, torch.float32)).requires_grad_()
-            held.enter_context(layer.holding(weights[name]))
+            held.enter_context(layer.holding(adapter, weights[name]))
         for batch in batches:
             result = loss_fn(model, batch)
             if not isinstance(result, tuple):
@@ -236,7 +235,7 @@ def routed_loss(
     check_number("structure_weight", weight, least=0)
     if not task_loss.requires_grad:
         raise ValueError("task_loss does not depend on any trainable parameter")
-    check_whole(p for p in peft_model.parameters() if p.requires_grad)
+    peft_model.check_state("routed_loss")
     shared = [p for p in peft_model.shared_parameters() if p.requires_grad and p.numel()]
     if structure_loss is None or weight == 0 or not shared:
         return task_loss

@@ -25,10 +25,12 @@ The weight that a forward pass of a vision layer uses, and whether it adds the c
 | --- | --- | --- | --- |
 | normal | | W_0 + B_hist P_hist', cached | on |
 | mixed | `adapter_names` | W_0; to each row, the factors of the row's adapter are added | on |
-| held | `layer.holding(weight)` | the given weight, plus further updates if given | on, or off if asked |
+| held | `layer.holding(adapter, weight)` | the given weight | on, or other factors if given |
 | scaled | `layer.scaled(adapter, scale)` | W_0 + scale * (B_hist P_hist' + B P') | off: they are in the weight |
-| resting | `layer.resting()` | that of the state it is combined with | off |
+| resting | `layer.resting(adapter)` | that of the state it is combined with | off |
 | merged, or adapter disabled | PEFT | the base layer's weight | off |
+
+A block holds, scales or rests one adapter, and a forward pass with another active adapter raises an error.
 """
 
 import math
@@ -48,11 +50,13 @@ from dulbe_peft.utils.torch_settings import keep_saved_activations, without_auto
 
 
 class _Held(NamedTuple):
-    weight: torch.Tensor
-    beside: bool  # the weight holds W - W_0 and is added to the base layer's
-    updates: Callable[[], Updates]
-    modes: bool
-    present: bool  # the weight is W_0 with the whole history
+    """What a running block lets a layer use in place of its own weights."""
+
+    adapter: str
+    weight: torch.Tensor | None = None  # in place of W_0 and history
+    beside: bool = False  # the weight holds W - W_0 and is added to the base layer's
+    modes: Callable[[], Updates] | None = None  # factors in place of the current modes; `list` for none
+    as_saved: bool = False  # the weight is W_0 with the whole history
 
 
 class DualModeLinear(DualModeLayer):
@@ -71,7 +75,7 @@ class DualModeLinear(DualModeLayer):
     """
 
     adapter_layer_names = ("dulbe_shared_B", "dulbe_residual_B")
-    other_param_names = ("dulbe_P", "dulbe_history_P", "dulbe_history_B", "folds")
+    other_param_names = ("dulbe_P", "dulbe_history_P", "dulbe_history_B", "caches", "_weights")
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: DualModeLoraConfig, key: str = "") -> None:
         super().__init__(base_layer)
@@ -80,11 +84,9 @@ class DualModeLinear(DualModeLayer):
         self.dulbe_history_B = BufferDict({}, persistent=True)
         self.dulbe_shared_B = nn.ParameterDict({})
         self.dulbe_residual_B = nn.ParameterDict({})
-        # (cache key, source tensors, weight). Keeping the sources alive keeps their ids unique.
-        self._folded: tuple[tuple[Any, ...], tuple[torch.Tensor, ...], torch.Tensor] | None = None
-        self.folds: dict[str, bool] = {}  # adapter name -> whether its history is folded into a cached weight
-        self._held: _Held | None = None
-        self._resting = False
+        self.caches: dict[str, bool] = {}  # adapter name -> whether W_0 + B_hist P_hist' is kept
+        # Adapter name -> (cache key, source tensors, weight). Keeping the sources alive keeps their ids unique.
+        self._weights: dict[str, tuple[tuple[Any, ...], tuple[torch.Tensor, ...], torch.Tensor]] = {}
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, config, key)
 
@@ -94,7 +96,7 @@ class DualModeLinear(DualModeLayer):
         `key` is the layer's dotted name, to which the patterns of the configuration are applied.
         """
         ranks, history_rank = config.ranks_of(key), config.history_rank_of(key)
-        self.folds[adapter_name] = config.fold == "weight"
+        self.caches[adapter_name] = config.fold == "weight"
         basis = torch.linalg.qr(torch.randn(self.in_features, sum(ranks), dtype=torch.float32))[0]
         self.dulbe_P[adapter_name] = basis.contiguous()
         sizes = (max(0, history_rank), self.in_features if history_rank == DENSE else history_rank)
@@ -131,18 +133,18 @@ class DualModeLinear(DualModeLayer):
         if base.requires_grad or not has_values():
             return _fold(base, self.history(adapter))
         sources = base, *history
-        key, cached = identity(sources), self._folded
+        key, cached = identity(sources), self._weights.get(adapter)
         if cached is not None and cached[0] == key:
             return cached[2]
         with torch.inference_mode(False), torch.no_grad():
             weight = _fold(base, self.history(adapter))
-        if self.folds[adapter]:
-            self._folded = key, sources, weight
+        if self.caches[adapter]:
+            self._weights[adapter] = key, sources, weight
         return weight
 
     def forget_weight(self) -> None:
-        """Drop the cached effective weight, so that the next pass computes it again."""
-        self._folded = None
+        """Drop the cached effective weights, so that the next pass computes them again."""
+        self._weights.clear()
 
     @torch.no_grad()
     def scaled_weight(self, adapter: str, scale: float, modes: bool = False) -> torch.Tensor:
@@ -185,37 +187,47 @@ class DualModeLinear(DualModeLayer):
 
     def holding(
         self,
+        adapter: str,
         weight: torch.Tensor,
-        updates: Callable[[], Updates] = list,
-        modes: bool = True,
-        present: bool = False,
+        modes: Callable[[], Updates] | None = None,
+        as_saved: bool = False,
     ) -> AbstractContextManager[None]:
-        """Use `weight`, (d_out, d_in), instead of W_0 and history, and add the factors `updates()` in every pass.
+        """Use `weight`, (d_out, d_in), instead of W_0 and the adapter's history while the block runs.
 
-        `present` states that the weight is W_0 with the whole history.
+        In every pass, the factors `modes()` act instead of the current modes. `as_saved` states that the weight is W_0
+        with the whole history.
         """
-        return temporarily(self, "_held", _Held(weight, not self.plain, updates, modes, present))
+        if modes is None and self._held is not None and self._held.weight is None:
+            modes = self._held.modes  # the modes rest already
+        return temporarily(self, "_held", _Held(adapter, weight, not self.plain, modes, as_saved))
 
     def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
         # At scale 1 the layer is used as it is, so that its outputs are the same bit for bit.
-        if scale == 1:
-            if self._held is not None and self.plain:
-                return self.holding(self.folded_weight(adapter).detach(), present=True)
-            return temporarily(self, "_held", None)
-        return self.holding(self.scaled_weight(adapter, scale, modes=True), modes=False)
+        if scale != 1:
+            return self.holding(adapter, self.scaled_weight(adapter, scale, modes=True), modes=list)
+        held = None if self._held is None or not self.plain else self.folded_weight(adapter).detach()
+        return temporarily(self, "_held", held if held is None else _Held(adapter, held, as_saved=True))
 
-    def resting(self) -> AbstractContextManager[None]:
+    def resting(self, adapter: str) -> AbstractContextManager[None]:
         """Leave out the current modes while the block runs, so that only the history acts."""
-        return temporarily(self, "_resting", True)
+        return temporarily(self, "_held", (self._held or _Held(adapter))._replace(modes=list))
 
     @property
-    def weight_overridden(self) -> bool:
-        """Whether a block is running that replaces the weight or leaves out the current modes."""
-        return self._held is not None or self._resting
+    def holds_history_only(self) -> bool:
+        return self._held is not None and self._held.modes is not list
 
-    def acts_as_saved(self, adapter: str) -> bool:
-        """Return whether no block is running in which the outputs differ from those of the saved adapter."""
-        return (self._held is None or self._held.present) and not (self._resting and self.is_trained(adapter))
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a running block uses another weight than W_0 with the history, or other factors than the modes."""
+        held = self._held
+        if held is None:
+            return False
+        return (held.weight is not None and not held.as_saved) or (held.modes is not None and held.modes is not list)
+
+    @property
+    def acts_as_saved(self) -> bool:
+        resting = self._held is not None and self._held.modes is list
+        return not self.is_replaced and not (resting and self.is_trained(self._held.adapter))
 
     def repeats_bases(self, adapter: str) -> bool:
         """Return whether the current bases equal those of the modes that were folded last."""
@@ -268,39 +280,39 @@ class DualModeLinear(DualModeLayer):
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
             keep_saved_activations()  # for `routed_loss`
-        linear, held, names = self._linear, self._held, self.present_adapters(self.active_adapters)
-        plain, modes = self.plain, not self._resting and (held is None or held.modes)
+        linear, held, names, plain = self._linear, self._held, self.present_adapters(self.active_adapters), self.plain
+        weight, modes = (None, None) if held is None else (held.weight, held.modes)
         # The history of the first adapter is folded into the weight. The histories of others are added as factors.
-        folded = names[0] if names and held is None and plain and self.folds[names[0]] else None
-        updates = [] if held is None else held.updates()
+        folded = names[0] if names and weight is None and plain and self.caches[names[0]] else None
+        updates = [] if modes is None else modes()
         for name in names:
-            updates = updates + self.updates(name, held is None and name != folded, modes)
+            updates = updates + self.updates(name, weight is None and name != folded, modes is None)
         if not plain:
             return add_updates(self.base_layer(x), x, self._held_beside() + updates)
-        if held is None:
+        if weight is None:
             weight = linear.weight if folded is None else self._plain_weight(folded)
             updates = updates if folded is not None else joined(updates)
-        else:
-            weight = linear.weight + held.weight if held.beside else held.weight
+        elif held.beside:
+            weight = linear.weight + weight
         return updated_linear(x, weight.to(linear.weight.dtype), linear.bias, updates)
 
     def _held_beside(self) -> Updates:
         """Return W - W_0 for the held weight W, also if the layer was still plain when the block began."""
-        if self._held is None:
+        if self._held is None or self._held.weight is None:
             return []
         weight = self._held.weight
         return [(None, weight if self._held.beside else weight - self.get_base_weight().detach().to(weight.dtype))]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_folded": None, "_held": None, "_resting": False}
+        return {**super().__getstate__(), "_weights": {}}
 
     def _apply(self, fn: Any, recurse: bool = True) -> DualModeLayer:
-        self._folded = None
+        self._weights.clear()
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Resize the history to that of the state dict, then load the values."""
-        self._folded = None
+        self._weights.clear()
         for attribute, size in (("dulbe_history_P", self.in_features), ("dulbe_history_B", self.out_features)):
             buffers = getattr(self, attribute)
             for name in list(buffers):

@@ -48,6 +48,7 @@ def write_lora(model: PeftModel, folder: Path, compress_to: int | None = None) -
     """Write the files of `export_lora` into an existing folder."""
     tuner: Any = model.base_model
     adapter = tuner.adapter_name
+    tuner.check_state("export_lora")
     layers = all_factors(model.get_base_model(), adapter)
     if compress_to is not None:
         layers, report = _compress(layers, check_int("compress_to", compress_to, 1))

@@ -1,6 +1,5 @@
 """The PEFT tuner, which injects the layers into a model and takes the model from task to task."""
 
-import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -10,10 +9,11 @@ import torch
 from peft.config import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, ModulesToSaveWrapper, register_peft_method
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
 from torch import nn
 
-from dulbe_peft.adapter.base import DualModeLayer, layers_of
+from dulbe_peft.adapter.base import DualModeLayer, layers_of, temporarily
+from dulbe_peft.adapter.beginning import Beginning, copied_modules, replaced, trained_modules
 from dulbe_peft.adapter.config import DULBE, PREFIX, DualModeLoraConfig, history_fields
 from dulbe_peft.adapter.factors import add_weighted_adapter
 from dulbe_peft.adapter.layer import DualModeLinear
@@ -23,6 +23,7 @@ from dulbe_peft.adapter.saved import (
     MisfitError,
     base_digests,
     base_settings,
+    check_not_held,
     check_saved,
     check_tower,
     describe_origin,
@@ -30,12 +31,13 @@ from dulbe_peft.adapter.saved import (
     tower_of,
     warn_of_another_base,
 )
+from dulbe_peft.adapter.states import check_state
 from dulbe_peft.adapter.targets import LLAVA_TARGETS, LLAVA_TYPES, check_targets, find_target, in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
 from dulbe_peft.encoders.registry import ENCODERS, VISION_TOWERS, type_of
 from dulbe_peft.subspaces.allocation import NO_STATISTICS, allocate_modes
 from dulbe_peft.subspaces.modes import ModeBases, check_modes
-from dulbe_peft.utils.processes import copy_from_main, refuse_sharded
+from dulbe_peft.utils.processes import copy_from_main
 from dulbe_peft.utils.settings import check_number
 
 
@@ -63,11 +65,8 @@ class DualModeLoraModel(BaseTuner):
                 f"the model already has the adapter {adapter_name!r}: unload() it, or choose another name"
             )
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
-        # Adapter -> copies of its `modules_to_save` in the vision tower, by name, taken when the task began.
-        self._beginnings: dict[str, dict[str, nn.Module]] = {}
-        # Adapters whose bases are the random ones of the beginning, where B was 0.
-        config = cast(DualModeLoraConfig, self.peft_config[adapter_name])
-        self._random_bases = {adapter_name} if config.init_weights else set()
+        self._beginnings = {adapter_name: self._first_beginning(adapter_name)}
+        self._in_previous_task = False  # whether a block has replaced `modules_to_save`
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Inject as PEFT does, after checking the name, which becomes a part of parameter and folder names."""
@@ -79,26 +78,46 @@ class DualModeLoraModel(BaseTuner):
         tower = tower_of(type_of(model))
         check_tower(config, model, tower)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
-        if "_random_bases" in self.__dict__:  # set after PEFT's `__init__`, which injects the first adapter
-            self._forget_beginning(adapter_name)
-            self._random_bases |= {adapter_name} if config.init_weights else set()
+        if "_beginnings" in self.__dict__:  # set after PEFT's `__init__`, which injects the first adapter
+            self._beginnings[adapter_name] = self._first_beginning(adapter_name)
         warn_of_another_base(config, model)
 
-    def delete_adapter(self, adapter_name: str) -> None:
-        super().delete_adapter(adapter_name)
-        self._forget_beginning(adapter_name)
+    def _first_beginning(self, adapter: str) -> Beginning:
+        return Beginning(planned=not cast(DualModeLoraConfig, self.peft_config[adapter]).init_weights)
 
-    def _forget_beginning(self, adapter: str) -> None:
-        """Forget how the adapter's task began, because its weights are replaced."""
-        self._beginnings.pop(adapter, None)
-        self._random_bases.discard(adapter)
+    def delete_adapter(self, adapter_name: str) -> None:
+        for layer in self._layers():
+            layer.check_unused(adapter_name)  # before any layer is changed
+        super().delete_adapter(adapter_name)
+        self._beginnings.pop(adapter_name, None)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        inner = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         for adapter in self.peft_config:
+            check_not_held(self, adapter, inner)
             whole, ending = f".modules_to_save.{adapter}.", f".{adapter}"
-            if any(whole in key or (f".{PREFIX}" in key and key.endswith(ending)) for key in state_dict):
-                self._forget_beginning(adapter)
+            if any(whole in key or (f".{PREFIX}" in key and key.endswith(ending)) for key in inner):
+                self._beginnings[adapter] = Beginning()
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _check_own_modules(self) -> None:
+        if self._in_previous_task:
+            raise ValueError(
+                "a block of previous_task is running, in which modules_to_save are those of an earlier time: copy, "
+                "move, save or load the model before or after the block"
+            )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_own_modules()
+        return super().state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "DualModeLoraModel":
+        self._check_own_modules()
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_own_modules()
+        return self.__dict__
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
         return find_target(peft_config, self.model, key)
@@ -162,34 +181,26 @@ class DualModeLoraModel(BaseTuner):
 
     def _check_merge_allowed(self) -> None:
         super()._check_merge_allowed()
-        refuse_sharded(self.model)
-        self.check_unscaled()
-        packed = [n for n, m in self.model.named_modules() if isinstance(m, DualModeLayer) and m.packed]
-        if packed:
-            raise ValueError(
-                f"layer {packed[0]!r} is quantised, or its class has its own forward ({len(packed)} such layers), so "
-                "no update can be merged into it: use the adapter unmerged, or load the base model unquantised"
-            )
+        self.check_state("merge_adapter")
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model. `get_image_features` and `get_text_features` also take `adapter_names`."""
-        attribute = super().__getattr__(name)
-        if name not in ("get_image_features", "get_text_features"):
-            return attribute
+    def rows_with_adapters(self, adapter_names: Rows) -> AbstractContextManager[None]:
+        """Apply to each row of a batch the adapter that is named for it, in all passes of the block.
 
-        def with_rows(*args: object, adapter_names: Rows | None = None, **kwargs: object) -> Any:
-            with self._enable_peft_forward_hooks(adapter_names=adapter_names):
-                return attribute(*args, **kwargs)
+        Args:
+            adapter_names: A name for each row, or "__base__" for no adapter. If images and texts have different rows,
+                a mapping of "pixel_values" and "input_ids" to lists of names.
 
-        return with_rows
+        Raises:
+            ValueError: If a name is unknown, the model is in training mode, an adapter is merged, or another block is
+                running.
+        """
+        self.check_state("rows_with_adapters")
+        return rows_with_adapters(self, adapter_names)
 
     def _enable_peft_forward_hooks(
         self, *args: object, adapter_names: Rows | None = None, **kwargs: object
     ) -> AbstractContextManager[None]:
-        if adapter_names is None:
-            return nullcontext()
-        self.check_unmerged()
-        return rows_with_adapters(self, adapter_names)
+        return nullcontext() if adapter_names is None else self.rows_with_adapters(adapter_names)
 
     def unload(self) -> nn.Module:
         """Remove the adapters and return the base model, bit for bit as it was, even if an adapter is merged."""
@@ -262,7 +273,7 @@ class DualModeLoraModel(BaseTuner):
             TypeError: If `modes` holds neither gradients nor modes, or `stats` was given together with modes.
         """
         adapter, layers = self.adapter_name, self.dual_mode_layers()
-        self._check_between_tasks()
+        self.check_state("begin_task")
         for layer in layers.values():
             layer.drop_empty_history(adapter)
         if not any(p.requires_grad for both in (self.shared_parameters(), self.residual_parameters()) for p in both):
@@ -285,7 +296,6 @@ class DualModeLoraModel(BaseTuner):
         for name, layer in layers.items():
             layer.install_bases(adapter, modes[name].shared, modes[name].residual)
         copy_from_main(layer.dulbe_P[adapter] for layer in layers.values())
-        self._random_bases.discard(adapter)
         self.save_beginning()
 
     def fold_task(self, keep_factors: bool = False) -> None:
@@ -300,7 +310,7 @@ class DualModeLoraModel(BaseTuner):
         Reference:
             Section "Subspace-Frozen Parameterization", the task's update.
         """
-        self._check_between_tasks()
+        self.check_state("fold_task")
         self._warn_of_random_bases()
         if not self.fold_if_trained(keep_factors):
             warnings.warn(
@@ -309,7 +319,7 @@ class DualModeLoraModel(BaseTuner):
             )
 
     def _warn_of_random_bases(self) -> None:
-        if self.adapter_name in self._random_bases and any(
+        if not self._beginnings[self.adapter_name].planned and any(
             layer.is_trained(self.adapter_name) for layer in self.dual_mode_layers().values()
         ):
             warnings.warn(
@@ -320,7 +330,7 @@ class DualModeLoraModel(BaseTuner):
     def fold_if_trained(self, keep_factors: bool = False) -> bool:
         """Call `fold_task` without its warnings, and return whether there was anything to fold."""
         adapter, layers = self.adapter_name, self.dual_mode_layers()
-        self._check_between_tasks()
+        self.check_state("fold_if_trained")
         if not any(layer.is_trained(adapter) for layer in layers.values()):
             return False
         if all(layer.repeats_bases(adapter) for layer in layers.values()):
@@ -344,27 +354,23 @@ class DualModeLoraModel(BaseTuner):
             ValueError: If an adapter is merged, or there are `modules_to_save` and no task has begun since the adapter
                 was created or loaded.
         """
-        self.check_unmerged()
-        wrappers, beginning = self._trained_modules(), self._beginnings.get(self.adapter_name, {})
+        self.check_state("previous_task")
+        adapter, layers = self.adapter_name, self.dual_mode_layers().values()
+        wrappers, beginning = trained_modules(self.model, adapter), self._beginnings[adapter].modules or {}
         if wrappers.keys() - beginning.keys():
             names = sorted(wrappers.keys() - beginning.keys())
             raise ValueError(
                 f"the state of modules_to_save {names} before this task is not known: call begin_task first"
             )
-        swapped = [_swapped(m.modules_to_save, self.adapter_name, beginning[name]) for name, m in wrappers.items()]
-        return _all_of([*(layer.resting() for layer in self.dual_mode_layers().values()), *swapped])
+        resting = [layer.resting(adapter) for layer in layers]
+        if not wrappers:
+            return _all_of(resting)
+        inside = temporarily(self, "_in_previous_task", True)
+        return _all_of([*resting, replaced(wrappers, adapter, beginning), inside])
 
     def save_beginning(self) -> None:
         """Copy the `modules_to_save` of the vision tower, for `previous_task` to use later."""
-        adapter, wrappers = self.adapter_name, self._trained_modules()
-        self._beginnings[adapter] = {n: copy.deepcopy(m.modules_to_save[adapter]) for n, m in wrappers.items()}
-        for module in self._beginnings[adapter].values():
-            module.requires_grad_(False)
-
-    def _trained_modules(self) -> dict[str, Any]:
-        """Return PEFT's wrappers of the vision modules that the active adapter trains as a whole, by name."""
-        wrappers = ((name, m) for name, m in self.model.named_modules() if isinstance(m, ModulesToSaveWrapper))
-        return {name: m for name, m in wrappers if self.adapter_name in m.modules_to_save and not in_text_tower(name)}
+        self._beginnings[self.adapter_name] = Beginning(modules=copied_modules(self.model, self.adapter_name))
 
     def _forget_weights(self) -> None:
         for layer in self._layers():
@@ -376,23 +382,23 @@ class DualModeLoraModel(BaseTuner):
         adapter, layers = self.adapter_name, self.dual_mode_layers().values()
         if any(layer.merged or layer.is_trained(adapter) for layer in layers):
             return nullcontext()
-        return _all_of(layer.resting() for layer in layers)
+        return _all_of(layer.resting(adapter) for layer in layers)
 
     def held_weights(self) -> AbstractContextManager[None]:
         """Keep the present effective weights while a task is trained; changes of W_0 or the history have no effect."""
         # Without this, torch.compile recompiles for each rank of the history and computes the weights in every pass.
         adapter, layers = self.adapter_name, self.dual_mode_layers().values()
-        self.check_unmerged()
-        self._check_acts_as_saved()
-        frozen = (layer for layer in layers if layer.plain and layer.folds[adapter])
+        self.check_state("held_weights")
+        frozen = (layer for layer in layers if layer.plain and layer.caches[adapter])
         frozen = (layer for layer in frozen if not layer.base_layer.weight.requires_grad)
-        return _all_of(layer.holding(layer.folded_weight(adapter).detach(), present=True) for layer in frozen)
+        weights = ((layer, layer.folded_weight(adapter).detach()) for layer in frozen)
+        return _all_of(layer.holding(adapter, weight, as_saved=True) for layer, weight in weights)
 
     def scaled_history(self, scale: float) -> AbstractContextManager[None]:
         """Use W_0 + scale * B_hist P_hist' as the frozen weight of every vision layer while the block runs."""
         adapter, layers = self.adapter_name, self.dual_mode_layers().values()
-        self.check_unmerged()
-        return _all_of(layer.holding(layer.scaled_weight(adapter, scale)) for layer in layers)
+        self.check_state("scaled_history")
+        return _all_of(layer.holding(adapter, layer.scaled_weight(adapter, scale)) for layer in layers)
 
     def scaled(self, scale: float) -> AbstractContextManager[None]:
         """Use W_0 + scale * dW in every adapted layer of both towers while the block runs. Not for training.
@@ -408,7 +414,7 @@ class DualModeLoraModel(BaseTuner):
         """
         check_number("scale", scale, least=0, most=1)
         adapter = self.adapter_name
-        self.check_unmerged()
+        self.check_state("scaled")
         if scale != 1 and self.active_config.modules_to_save:
             raise ValueError("the adapter has modules_to_save, and whole modules cannot be scaled: use scale=1")
         return _all_of(layer.scaled(adapter, scale) for layer in layers_of(self.model, adapter).values())
@@ -425,58 +431,17 @@ class DualModeLoraModel(BaseTuner):
                 basis.requires_grad_(False)
                 basis.grad = None
 
-    def check_unmerged(self) -> None:
-        merged = sorted({name for layer in self._layers() for name in layer.merged_adapters})
-        if merged:
-            raise ValueError(f"adapters {merged} are merged into the base weights: call unmerge_adapter() first")
-
-    def check_unscaled(self) -> None:
-        """Raise an error inside a block of `scaled`, or of another method that replaces the layers' weights."""
-        if any(layer.weight_overridden for layer in self._layers()):
-            raise ValueError(
-                "a block is running that holds, scales or leaves out weights (held_weights, scaled, scaled_history, "
-                "previous_task): call this before or after the block"
-            )
-
-    def _check_acts_as_saved(self) -> None:
-        """Raise an error inside a block in which the model's outputs differ from those of the saved adapter."""
-        if not all(layer.acts_as_saved(self.adapter_name) for layer in self.dual_mode_layers().values()):
-            self.check_unscaled()
-
-    def _check_between_tasks(self) -> None:
-        """Raise an error unless a task can begin or end now, for the whole model and until the adapter is changed."""
-        layers = self.dual_mode_layers().values()
-        refuse_sharded(self.model)
-        self.check_unmerged()
-        self.check_unscaled()
-        self._check_enabled()
-        if any(layer.dulbe_P[self.adapter_name].requires_grad for layer in layers):
-            raise ValueError("a block of trained_bases is running: begin or fold a task before or after the block")
-
-    def _check_enabled(self) -> None:
-        if any(layer.disable_adapters for layer in self._layers()):
-            raise ValueError(
-                "the adapter is disabled, so its modes do not act: call this outside of disable_adapter()"
-            )
-
-    def check_measurable(self) -> None:
-        """Raise an error unless a pass through the model measures the adapter as it is."""
-        refuse_sharded(self.model)
-        self._check_acts_as_saved()
-        self._check_enabled()
+    def check_state(self, operation: str) -> None:
+        """Raise a `ValueError` if an operation of the table in `states.py` would be wrong in the model's state."""
+        check_state(self.model, operation)
 
     @classmethod
     def _get_adapter_state_dict(  # type: ignore[override]
         cls, model: nn.Module, config: Any, adapter_name: str, **kwargs: Any
     ) -> Any:
         """Select the adapter's entries, and note what the file of the configuration, which PEFT writes next, says."""
-        refuse_sharded(model)
+        check_state(model, "get_peft_model_state_dict")
         layers = layers_of(model, adapter_name, DualModeLinear)
-        if any(not layer.acts_as_saved(adapter_name) for layer in layers.values()):
-            raise ValueError(
-                "a block is running that scales or leaves out weights (scaled, scaled_history, previous_task), and "
-                "the saved adapter would have other outputs: save before or after the block"
-            )
         for layer in layers.values():
             layer.forget_weight()  # values written through .data are saved, so the model must use them too
         tensors = super()._get_adapter_state_dict(model=model, config=config, adapter_name=adapter_name, **kwargs)
@@ -509,6 +474,7 @@ class DualModeLoraModel(BaseTuner):
             (remap(model, config, adapter_name, state) for state in renamed),
             key=lambda state: sum(key in known and PREFIX in key and not in_text_tower(key) for key in state),
         )
+        check_not_held(model, adapter_name, best)
         try:
             check_saved(best, known, adapter_name)
         except MisfitError as error:
@@ -522,18 +488,6 @@ class DualModeLoraModel(BaseTuner):
 
 def _history_ranks(model: nn.Module, adapter: str) -> dict[str, int]:
     return {name: layer.history_rank(adapter) for name, layer in layers_of(model, adapter, DualModeLinear).items()}
-
-
-@contextmanager
-def _swapped(modules: nn.ModuleDict, name: str, other: nn.Module) -> Iterator[None]:
-    """Put `other` in the place of a module while the block runs, on the same device and in the same mode."""
-    module = modules[name]
-    parameter = next(module.parameters(), None)
-    modules[name] = other.to(None if parameter is None else parameter.device).train(module.training)
-    try:
-        yield
-    finally:
-        modules[name] = module
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from dulbe_peft.adapter.base import DualModeLayer, layers_of
+from dulbe_peft.adapter.base import DualModeLayer, layers_of, temporarily
 from dulbe_peft.adapter.config import DENSE, PREFIX, DualModeLoraConfig
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.targets import in_text_tower
@@ -168,13 +168,14 @@ def rows_with_adapters(tuner: BaseTuner, names: Rows) -> Iterator[None]:
         raise ValueError(f"adapter_names has {unknown}, but the adapters of the model are {known}")
     if tuner.training:
         raise ValueError("adapter_names requires a model in evaluation mode: call eval()")
-    if any(isinstance(module, DualModeLinear) and module.weight_overridden for module in tuner.modules()):
-        raise ValueError("adapter_names cannot be given inside a block that scales or replaces the model's weights")
-    with ExitStack() as hooks:
+    with ExitStack() as stack:
         for name, module in tuner.model.named_modules():
-            if isinstance(module, (DualModeLayer, AuxiliaryTrainingWrapper)):
-                hook = partial(_add_names, [*rows[INPUTS[in_text_tower(name)]]])
-                hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            row_names = [*rows[INPUTS[in_text_tower(name)]]]
+            if isinstance(module, DualModeLayer):
+                stack.enter_context(temporarily(module, "_rows", row_names))
+            elif isinstance(module, AuxiliaryTrainingWrapper):
+                hook = module.register_forward_pre_hook(partial(_add_names, row_names), with_kwargs=True)
+                stack.callback(hook.remove)
         yield
 
 

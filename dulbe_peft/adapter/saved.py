@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.config import PREFIX
 from dulbe_peft.adapter.linear import is_consistent
 from dulbe_peft.adapter.targets import in_text_tower
@@ -156,6 +157,26 @@ def warn_of_another_base(config: Any, model: nn.Module) -> None:
             f"{describe_origin(config, model)}. Its update does not fit other weights, so predictions will be wrong",
             stacklevel=4,
         )
+
+
+def check_not_held(model: nn.Module, adapter: str, state: dict[str, torch.Tensor]) -> None:
+    """Raise an error if a state dict of the model would change an adapter's weights that a running block holds.
+
+    A block that holds the history does not hold the modes, so these may be loaded, as at the end of a training loop.
+    """
+    held = {name: m for name, m in model.named_modules() if isinstance(m, DualModeLayer) and m.held_adapter == adapter}
+    present = model.state_dict() if held else {}
+    for name, layer in held.items():
+        live = (f".{PREFIX}shared_B.", f".{PREFIX}residual_B.", f".{PREFIX}P.") if layer.holds_history_only else ()
+        keys = {key for key in state if key.startswith(f"{name}.") and not any(part in key for part in live)}
+        keys = {key for key in keys if f".{PREFIX}" not in key or key.endswith(f".{adapter}")}  # and the base weights
+        for key in sorted(keys & present.keys()):
+            new, old = state[key], present[key]
+            if new.shape != old.shape or not torch.equal(new.to(old), old):
+                raise ValueError(
+                    f"a block is running that holds, scales or leaves out weights of the adapter {adapter!r}, and "
+                    f"{key!r} would be replaced by other values: load them before or after the block"
+                )
 
 
 def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], adapter: str) -> None:

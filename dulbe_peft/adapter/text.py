@@ -2,6 +2,7 @@
 
 import math
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -9,6 +10,11 @@ from torch import nn
 from dulbe_peft.adapter.base import DualModeLayer, temporarily
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.linear import Updates, dense
+
+
+class _Scaled(NamedTuple):
+    adapter: str
+    scale: float
 
 
 class TextLoraLinear(DualModeLayer):
@@ -20,7 +26,6 @@ class TextLoraLinear(DualModeLayer):
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: DualModeLoraConfig, key: str = "") -> None:
         super().__init__(base_layer)
         self.scaling: dict[str, float] = {}
-        self._scale = 1.0  # set by `scaled` while its block runs
         self.dulbe_text_A = nn.ParameterDict({})
         self.dulbe_text_B = nn.ParameterDict({})
         self._active_adapter = adapter_name
@@ -39,19 +44,15 @@ class TextLoraLinear(DualModeLayer):
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def updates(self, adapter: str) -> Updates:
-        scale = self._scale * self.scaling[adapter]
+        scale = self.scaling[adapter] * (1.0 if self._held is None else self._held.scale)
         return [(self.dulbe_text_A[adapter].T, scale * self.dulbe_text_B[adapter])]
 
     def get_delta_weight(self, adapter: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self.scaling[adapter] * dense((self.dulbe_text_A[adapter].T, self.dulbe_text_B[adapter]), dtype)
 
     def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
-        return temporarily(self, "_scale", scale)
+        return temporarily(self, "_held", _Scaled(adapter, scale))
 
     @property
-    def weight_overridden(self) -> bool:
-        """Whether a block of `scaled` is running."""
-        return self._scale != 1.0
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_scale": 1.0}
+    def acts_as_saved(self) -> bool:
+        return self._held is None or self._held.scale == 1

@@ -244,7 +244,7 @@ class Encoder(TextEncoder):
                 "changes how each image is encoded: choose the backend 'torch'"
             )
         layers = (module for module in self.clip.modules() if isinstance(module, BaseTunerLayer))
-        return not any(layer.disable_adapters or getattr(layer, "_held", None) is not None for layer in layers)
+        return not any(layer.disable_adapters or not getattr(layer, "acts_as_saved", True) for layer in layers)
 
     @torch.no_grad()
     def calibrate(self, images: PixelDataset) -> None:

@@ -47,7 +47,7 @@ def replaced_modes(
     with ExitStack() as stack:
         for name, layer in layers.items():
             weight = layer.folded_weight(adapter).detach() if history else layer.scaled_weight(adapter, 0.0)
-            stack.enter_context(layer.holding(weight, partial(updates, name), modes=False))
+            stack.enter_context(layer.holding(adapter, weight, partial(updates, name)))
         yield
 
 

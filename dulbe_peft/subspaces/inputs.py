@@ -54,8 +54,8 @@ def collect_statistics(
     model = unwrapped(model)
     if not hasattr(model, "dual_mode_layers"):
         raise TypeError(f"model must come from get_peft_model or have dual_mode_layers(), got {type(model).__name__}")
-    if hasattr(model, "check_measurable"):
-        model.check_measurable()  # type: ignore[operator]
+    if hasattr(model, "check_state"):
+        model.check_state("collect_statistics")  # type: ignore[operator]
     return add_inputs(model, batches, forward_fn, into, tokens, mask_fn)
 
 

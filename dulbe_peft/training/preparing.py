@@ -110,8 +110,7 @@ def _check_trainable(state: LearnerState) -> None:
         state.strategy.check_memory(state.memory)
     if state.adapter is None:
         return
-    state.adapter.check_unmerged()
-    state.adapter.check_unscaled()
+    state.adapter.check_state("learn_task")
     parameters = list(state.model.named_parameters()) if state.strategy.adapts else []
     wrong = [n for n, p in parameters if p.requires_grad and PREFIX not in n and "modules_to_save" not in n]
     if wrong:

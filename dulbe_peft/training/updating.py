@@ -29,7 +29,7 @@ def update_classes(
     strategy, adapter = state.strategy, state.adapter
     with raise_in_all():
         if adapter is not None:
-            adapter.check_unscaled()
+            adapter.check_state("update_classes")
         given = state.known_images(dataset, class_names)
         for classifier in state.classifiers.values():
             check_can(classifier.rule, "update")

@@ -180,12 +180,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def check_whole(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise a `ValueError` if a parameter is sharded. This is `refuse_sharded` for every step."""
-    if any(hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh") for parameter in parameters):
-        raise ValueError(f"a parameter {_SHARDED}")
-
-
 def refuse_offloaded(model: nn.Module) -> None:
     """Raise a `ValueError` if a parameter has no values."""
     for name, parameter in model.named_parameters():
@@ -197,9 +191,12 @@ def refuse_offloaded(model: nn.Module) -> None:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise a `ValueError` if a parameter is sharded, because the method reads whole weights."""
-    kinds = {type(module).__name__ for module in model.modules()}
-    sharded = sorted(kinds & {"FullyShardedDataParallel", "DeepSpeedEngine"})
+    """Raise a `ValueError` if the model is sharded, because the method reads whole weights.
+
+    FSDP2 is found by its class among the modules, because parameters are whole while a pass has gathered them.
+    """
+    kinds = {base.__name__ for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
+    sharded = sorted(kinds & {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"})
     sharded += [n for n, p in model.named_parameters() if hasattr(p, "ds_id") or hasattr(p, "device_mesh")]
     if sharded:
         raise ValueError(f"{sharded[0]} {_SHARDED}")

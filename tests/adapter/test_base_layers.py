@@ -138,8 +138,8 @@ def test_fold_as_factors_equals_fold_as_weight_and_caches_nothing(tiny_clip, tmp
     assert_close(image_features(other), image_features(model))
     with other.held_weights():
         assert_close(image_features(other), image_features(model))
-    assert all(layer._folded is None for layer in other.dual_mode_layers().values())
-    assert all(layer._folded is not None for layer in model.dual_mode_layers().values())
+    assert all(not layer._weights for layer in other.dual_mode_layers().values())
+    assert all(layer._weights for layer in model.dual_mode_layers().values())
     grads = []
     for trained in (model, other):
         for parameter in (*trained.shared_parameters(), *trained.residual_parameters()):
@@ -165,8 +165,13 @@ def test_previous_task_uses_modules_to_save_from_before_the_task(tiny_clip):
     saved = model.state_dict()
     assert not any("beginning" in key for key in saved)
     model.fold_task()
+    twin = copy.deepcopy(model)
     with model.previous_task():
-        assert torch.equal(image_features(model), image_features(copy.deepcopy(model)))
+        assert torch.equal(image_features(model), image_features(twin))
+        for wrong in (copy.deepcopy, torch.nn.Module.state_dict, torch.nn.Module.double):
+            with pytest.raises(ValueError, match="previous_task is running, in which modules_to_save"):
+                wrong(model)
+    assert torch.equal(image_features(model), image_features(twin))
 
 
 def test_begin_task_plans_with_the_ranks_of_the_adapter(tiny_clip):

@@ -37,7 +37,7 @@ def test_weight_after_three_tasks_is_base_plus_mean_update(base, tasks, monkeypa
         finish(self, task)
 
     def trained_on_the_base_weight(self, task):
-        assert torch.equal(layer._held[0], weight)
+        assert torch.equal(layer._held.weight, weight)
 
     monkeypatch.setattr(Bofa, "finish", spy)
     monkeypatch.setattr(Bofa, "after_step", trained_on_the_base_weight)

@@ -1,0 +1,122 @@
+"""The states of an adapted model in which an operation would be wrong, and the check that each operation makes first.
+
+An operation that is not in the table, or not refused in a state, is right there. A test goes through all operations,
+PEFT's too, in all states. Three things are refused elsewhere, because they depend on more than the state: a forward
+pass of an adapter other than the one that a block holds, the deletion of an adapter that a block uses (both in
+`base.py`), and loading other weights into an adapter that a block holds (in `saved.py`).
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from dulbe_peft.adapter.base import DualModeLayer
+from dulbe_peft.adapter.layer import DualModeLinear
+from dulbe_peft.utils.processes import refuse_offloaded, refuse_sharded
+
+_BLOCK = (
+    "a block is running that holds, scales or leaves out weights (held_weights, scaled, scaled_history, previous_task)"
+)
+Layers = dict[str, DualModeLayer]
+
+
+def _sharded(model: nn.Module, layers: Layers) -> None:
+    refuse_sharded(model)
+
+
+def _offloaded(model: nn.Module, layers: Layers) -> None:
+    refuse_offloaded(model)
+
+
+def _merged(model: nn.Module, layers: Layers) -> str | None:
+    merged = sorted({name for layer in layers.values() for name in layer.merged_adapters})
+    return f"adapters {merged} are merged into the base weights: call unmerge_adapter() first" if merged else None
+
+
+def _held(model: nn.Module, layers: Layers) -> str | None:
+    held = any(layer.held_adapter is not None for layer in layers.values())
+    return f"{_BLOCK}: call this before or after the block" if held else None
+
+
+def _altered(model: nn.Module, layers: Layers) -> str | None:
+    if all(layer.acts_as_saved for layer in layers.values()):
+        return None
+    return f"{_BLOCK}, so the outputs are not those of the saved adapter: call this before or after the block"
+
+
+def _replaced(model: nn.Module, layers: Layers) -> str | None:
+    replaced = any(isinstance(layer, DualModeLinear) and layer.is_replaced for layer in layers.values())
+    return f"{_BLOCK}: call this before or after the block" if replaced else None
+
+
+def _mixed(model: nn.Module, layers: Layers) -> str | None:
+    mixed = any(layer._rows is not None for layer in layers.values())
+    return "a block is running in which each row names its adapter: call this after the block" if mixed else None
+
+
+def _disabled(model: nn.Module, layers: Layers) -> str | None:
+    if not any(layer.disable_adapters for layer in layers.values()):
+        return None
+    return "the adapter is disabled, so its modes do not act: call this outside of disable_adapter()"
+
+
+def _trained_bases(model: nn.Module, layers: Layers) -> str | None:
+    linear = (layer for layer in layers.values() if isinstance(layer, DualModeLinear))
+    trained = any(basis.requires_grad for layer in linear for basis in layer.dulbe_P.values())
+    return "a block of trained_bases is running: begin or fold a task before or after the block" if trained else None
+
+
+def _packed(model: nn.Module, layers: Layers) -> str | None:
+    packed = [name for name, layer in layers.items() if layer.packed]
+    if not packed:
+        return None
+    return (
+        f"layer {packed[0]!r} is quantised, or its class has its own forward ({len(packed)} such layers), so no "
+        "update can be merged into it: use the adapter unmerged, or load the base model unquantised"
+    )
+
+
+STATES: dict[str, Callable[[nn.Module, Layers], str | None]] = {
+    "sharded": _sharded,  # parameters are in parts, also while a pass has gathered them
+    "merged": _merged,
+    "held": _held,  # a block holds, scales or leaves out weights
+    "altered": _altered,  # such a block, and the outputs are not those of the saved adapter
+    "replaced": _replaced,  # such a block, and it replaces the weights or the modes
+    "mixed": _mixed,  # each row names its adapter
+    "disabled": _disabled,
+    "trained_bases": _trained_bases,
+    "packed": _packed,  # quantised, for example
+    "meta": _offloaded,  # parameters without values
+}
+_BETWEEN_TASKS = ("sharded", "merged", "held", "disabled", "trained_bases", "meta")
+_SAVED = ("sharded", "altered", "meta")
+_MERGE = ("sharded", "held", "mixed", "packed")
+REFUSED: dict[str, Sequence[str]] = {
+    "begin_task": _BETWEEN_TASKS,
+    "fold_task": _BETWEEN_TASKS,
+    "fold_if_trained": _BETWEEN_TASKS,
+    "merge_adapter": _MERGE,
+    "merge_and_unload": _MERGE,
+    "collect_statistics": ("sharded", "altered", "mixed", "disabled"),
+    "probe_gradients": ("sharded", "merged", "altered", "mixed", "disabled", "meta"),
+    "routed_loss": ("sharded",),
+    "get_peft_model_state_dict": _SAVED,
+    "export_lora": _SAVED,
+    "add_weighted_adapter": ("sharded", "meta"),
+    "held_weights": ("sharded", "merged", "disabled", "mixed", "altered"),
+    "previous_task": ("sharded", "merged", "disabled", "mixed", "replaced"),
+    "scaled": ("sharded", "merged", "disabled", "mixed", "meta"),
+    "scaled_history": ("sharded", "merged", "disabled", "mixed", "altered", "meta"),
+    "rows_with_adapters": ("merged", "disabled", "held"),
+    "learn_task": ("merged", "held"),
+    "update_classes": ("held",),
+}
+
+
+def check_state(model: nn.Module, operation: str) -> None:
+    """Raise a `ValueError` that names the state and what to do if the operation would be wrong in a model's state."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, DualModeLayer)}
+    for state in REFUSED[operation]:
+        problem = STATES[state](model, layers)
+        if problem is not None:
+            raise ValueError(problem)
