@@ -255,7 +255,7 @@ ALSO = {
 }
 
 
-# FSDP2's modules refuse copies; loading gives values to what had none; `disable_adapter` enables the layers at its end.
+# FSDP2's modules refuse copies; loading gives values to what had none; the end of `disable_adapter` enables layers.
 SKIPPED = {("copy", "sharded"), ("disable_adapter_layers", "disabled")}
 SKIPPED |= {(name, "meta") for name in ("load_adapter", "set_peft_model_state_dict", "load_state_dict")}
 ROW_OF = {"save_pretrained": "get_peft_model_state_dict", "route_gradients": "routed_loss"}
