@@ -26,8 +26,9 @@ from dulbe_peft.classifiers.checks import SAME_TEXT
 from dulbe_peft.classifiers.class_sums import ClassSums
 from dulbe_peft.classifiers.groups import few_items, groups_of_classes, ranking, rows_by_group, together
 from dulbe_peft.classifiers.keeping import takes
+from dulbe_peft.classifiers.leaving import Left, in_turn
 from dulbe_peft.classifiers.ranpac import MOST_FEATURES, RandomLayer, random_layer
-from dulbe_peft.classifiers.rule import LeftOut, TextDim, linear, projected
+from dulbe_peft.classifiers.rule import TextDim, linear, projected
 from dulbe_peft.classifiers.state import Fitted, Layout, State, once, per_class, shared
 from dulbe_peft.classifiers.text_prior import OMEGAS, SCALES, WRONG, Fit, ProjectedFit
 from dulbe_peft.utils.settings import Positive
@@ -185,7 +186,7 @@ class BayesRule(ClassSums):
 
     def judged(
         self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None
-    ) -> tuple[State, LeftOut | None]:
+    ) -> tuple[State, Left | None]:
         """Add the losses of a task's images to the tables of `Choice`; return scores as if each were not learned.
 
         An image is left out together with its group. The image of a class with a single image, or group, cannot be
@@ -216,7 +217,7 @@ class BayesRule(ClassSums):
         state = state.replaced({"losses": table, "judged": state.judged + torch.stack([own.sum(), squares])})
         kappa, rho, features, omega = (now := self.fitted(state)).mode
         scores = left.scores(choice, features, torch.tensor([kappa]), rho, omega)[0] / now.unit
-        return state, LeftOut(scores, left.labels, left.groups)
+        return state, Left(order[left.rows], left.labels, left.groups, scores)
 
     def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the scores of `Fit.left_out`, in float32."""
@@ -532,7 +533,7 @@ class Task:
 
     def named(self, fit: Fit, state: State) -> dict[str, Tensor]:
         """Return `by_text` and `shown` with the losses of images by the texts alone, at least two of each class."""
-        rows = self.places.argsort(stable=True)[: max(MOST_LEFT_OUT, 2 * int((self.inside(state) > 0).sum()))]
+        rows = in_turn(self.places, max(MOST_LEFT_OUT, 2 * int((self.inside(state) > 0).sum())))
         losses = fit.text_losses(self.x[rows], self.labels[rows], self.weights(state, rows)[rows], USUAL_RHO)
         of = None if self.groups is None else self.groups[rows]
         apart = groups_of_classes(self.labels[rows], of, state.classes)  # photographs of one item are one observation
@@ -544,10 +545,10 @@ class Task:
             "set_aside": kept,
         }
 
-    def left(self, state: State, choice: Choice) -> Left:
+    def left(self, state: State, choice: Choice) -> Scorer:
         """Leave out up to `MOST_LEFT_OUT` images, each with its group, some of them from classes reduced to one."""
         labels, groups, inside = self.labels, self.groups, self.inside(state)
-        rows = self.places.argsort(stable=True)[:MOST_LEFT_OUT]
+        rows = in_turn(self.places, MOST_LEFT_OUT)
         lone = torch.isin(labels, lone_classes(state, inside, groups_of_classes(labels, groups, state.classes)))
         first = self.places == 0
         if groups is not None:  # all images of the group of the first image of each class
@@ -559,7 +560,7 @@ class Task:
             fits[features] = reduced(choice, state, features, self.x[lone], labels[lone], first[lone])
         judged = torch.cat([left, further])
         of, weights = None if groups is None else groups[judged], self.weights(state, rows)[judged]
-        return Left(self, left, further, fits, labels[judged], of, weights)
+        return Scorer(self, left, further, fits, labels[judged], of, weights)
 
 
 def aside(state: State) -> Tensor:
@@ -607,7 +608,7 @@ def reduced(choice: Choice, state: State, features: int, images: Tensor, labels:
 
 
 @dataclass(frozen=True, eq=False)
-class Left:
+class Scorer:
     """Images of a task that are left out: first `left`, in closed form, then `further`, by the fits in `fits`.
 
     `left` and `further` are rows of the task. `labels`, `groups` and `weights` are those of both, (n,).
@@ -620,6 +621,11 @@ class Left:
     labels: Tensor
     groups: Tensor | None
     weights: Tensor
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows of all left-out images in the task, (n,)."""
+        return torch.cat([self.left, self.further])
 
     def scores(self, choice: Choice, features: int, kappas: Tensor, rho: float, omega: float) -> Tensor:
         """Return the scores, (kappas, n, C), float32, of each image without its group."""

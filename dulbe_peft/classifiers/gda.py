@@ -3,7 +3,7 @@
 logits = (tau z' e_c + alpha times the score of `lda`) / max(1, alpha)      the denominator keeps their scale
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.calibration import log_likelihoods, penalties
-from dulbe_peft.classifiers.groups import some_left_out
 from dulbe_peft.classifiers.keeping import takes
-from dulbe_peft.classifiers.lda import MOST_JUDGED, LdaClassifier, LdaRule
-from dulbe_peft.classifiers.rule import LeftOut
+from dulbe_peft.classifiers.lda import LdaClassifier, LdaRule
+from dulbe_peft.classifiers.leaving import Left, choose
 from dulbe_peft.classifiers.state import Layout, State, shared
 from dulbe_peft.classifiers.text_prior import WRONG
 from dulbe_peft.utils.settings import Positive
@@ -56,19 +55,20 @@ class GdaRule(LdaRule):
 
     def judged(
         self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None
-    ) -> tuple[State, LeftOut | None]:
+    ) -> tuple[State, Left | None]:
         """Add the leave-one-out log-loss of every alpha to `losses`; return the leave-one-out scores and labels."""
-        images, labels, groups = some_left_out(images.to(state.sums), labels, groups, state.counts, MOST_JUDGED)
-        if not len(images) or state.classes < 2:
+        left = choose(images := images.to(state.sums), labels, groups, state.counts)
+        if not len(left.rows) or state.classes < 2:
             return state, None
-        by_text, by_image = self._by_text(state, images), super().left_out(state, images, labels, groups)
+        images, labels = images[left.rows], left.labels
+        by_text, by_image = self._by_text(state, images), super().left_out(state, images, labels, left.groups)
         losses = state.losses.clone()
         for row, alpha in enumerate(ALPHAS):
             scores = _mixed(by_text, by_image, alpha).float()
             own = -torch.stack([F.cross_entropy(scores / t, labels, reduction="none") for t in TEMPERATURES])
             losses[row] -= log_likelihoods(own, state.classes, WRONG).sum(dim=1).to(losses)
         state = state.replaced({"losses": losses})
-        return state, LeftOut(_mixed(by_text, by_image, self.weight(state)), labels, groups, images)
+        return state, replace(left, scores=_mixed(by_text, by_image, self.weight(state)), closed=True)
 
     def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the leave-one-out scores with the present alpha."""

@@ -84,26 +84,6 @@ def few_items(labels: Tensor, groups: Tensor | None) -> bool:
     return len(pairs) < FEW_ITEMS * len(labels.unique())
 
 
-def some_left_out(
-    images: Tensor, labels: Tensor, groups: Tensor | None, counts: Tensor, most: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Choose about `most` images of whole groups, evenly, whose class has images outside of their group.
-
-    Returns:
-        The images, (n, d), their labels and groups, on the device of the images.
-    """
-    labels = labels.to(images.device)
-    if groups is None:
-        rows = (counts.to(labels)[labels] > 1).nonzero()[:, 0]
-        rows = rows[ranking(images[rows]).argsort()][:: max(1, -(-len(rows) // most))]
-        return images[rows], labels[rows], None
-    groups = groups.to(labels)
-    rows = (counts.to(labels)[labels] > together(labels, groups)).nonzero()[:, 0]
-    chosen = groups[rows].unique()[:: max(1, -(-len(rows) // most))]
-    rows = rows[torch.isin(groups[rows], chosen)]
-    return images[rows], labels[rows], groups[rows]
-
-
 def ranking(images: Tensor) -> Tensor:
     """Return the dot product of each feature with a fixed vector, (n,): a ranking that no order of images changes."""
     fixed = torch.arange(1, images.shape[1] + 1, dtype=torch.float64).sin().to(images)
@@ -126,24 +106,3 @@ def share_alike(images: Tensor, labels: Tensor) -> float:
             others = away[~torch.eye(len(part), dtype=torch.bool, device=away.device)].reshape(len(part), -1)
             near.append(others.amin(dim=1) < NEAR * others.median())
     return float(torch.cat(near).double().mean()) if near else 0.0
-
-
-def in_parts(labels: Tensor, groups: Tensor | None, parts: int, counts: Tensor) -> Tensor:
-    """Divide learned images into at most `parts` parts to leave out one after another; return the part of each, (n,).
-
-    Groups are not divided, and those of a class are spread over as many parts as possible. `counts`, (C,), are the
-    numbers of learned images. If a class would lose all of its images with a part, its images there have the part -1.
-    """
-    order = labels.argsort(stable=True)
-    found = torch.empty_like(labels)
-    if groups is None:
-        found[order] = torch.arange(len(order)).to(labels) % parts
-        return found
-    numbers, groups = groups.to(labels).unique(return_inverse=True)
-    first = torch.full((len(numbers),), len(order)).to(labels)
-    first = first.scatter_reduce(0, groups[order], torch.arange(len(order)).to(labels), "amin")
-    place = torch.empty_like(first)
-    place[first.argsort()] = torch.arange(len(first)).to(labels) % parts
-    found = place[groups]
-    same = counts_of(torch.stack([found, labels], dim=1))
-    return torch.where(same < counts.to(labels)[labels], found, -1)

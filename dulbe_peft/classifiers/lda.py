@@ -7,7 +7,7 @@ score = z' Sigma^-1 m_c - m_c' Sigma^-1 m_c / 2
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
@@ -24,13 +24,11 @@ from dulbe_peft.classifiers.covariance import (
     solved,
     without_group,
 )
-from dulbe_peft.classifiers.groups import rows_by_group, some_left_out
+from dulbe_peft.classifiers.groups import rows_by_group
 from dulbe_peft.classifiers.keeping import takes
-from dulbe_peft.classifiers.rule import LeftOut
+from dulbe_peft.classifiers.leaving import Left, choose
 from dulbe_peft.classifiers.state import Fitted, State, once
 from dulbe_peft.utils.settings import Weight
-
-MOST_JUDGED = 1000  # images of a task whose leave-one-out scores are computed
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,12 @@ class LdaRule(ClassSums):
 
     def judged(
         self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None
-    ) -> tuple[State, LeftOut | None]:
-        images, labels, groups = some_left_out(images.to(state.sums), labels, groups, state.counts, MOST_JUDGED)
-        if not len(images) or state.classes < 2:
+    ) -> tuple[State, Left | None]:
+        left = choose(images := images.to(state.sums), labels, groups, state.counts)
+        if not len(left.rows) or state.classes < 2:
             return state, None
-        return state, LeftOut(self.left_out(state, images, labels, groups), labels, groups, images)
+        scores = self.left_out(state, images[left.rows], left.labels, left.groups)
+        return state, replace(left, scores=scores, closed=True)
 
     def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the leave-one-out scores in float64; see `Rule.left_out`.

@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,7 +12,8 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.answering import Answering, temperature
 from dulbe_peft.classifiers.checks import check_labels
-from dulbe_peft.classifiers.rule import LeftOut, Rule, added_views, check_can
+from dulbe_peft.classifiers.leaving import Left, held_out
+from dulbe_peft.classifiers.rule import Rule, added_views, check_can
 from dulbe_peft.classifiers.state import State, check_shapes
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.torch_settings import float32_by_default, one_thread, without_autocast
@@ -18,7 +21,6 @@ from dulbe_peft.utils.torch_settings import float32_by_default, one_thread, with
 # Embeddings of single texts, (T, d), and the class of each, (T,).
 EachText = tuple[Tensor | np.ndarray, Tensor | np.ndarray | Sequence[int]]
 Groups = Tensor | np.ndarray | Sequence[int] | Sequence[str]
-MOST_SCORES = 2**24  # scores that a temperature is fitted to; of more held-out images, an even selection is used
 
 
 class Learning(Answering):
@@ -77,11 +79,11 @@ class Learning(Answering):
             start = start.replaced(start.with_rows(head=head.to(start.head)))
         with without_autocast(images):
             # The copy without held-out images is freed first, because memory may not suffice for two copies.
-            choices, scores = self._held_out_choices(start, images, indices, names, groups)
+            choices, left = self._held_out_choices(start, images, indices, names, groups)
             state = self._with_images(start, images, indices, names, views).replaced(choices)
-            if scores is None:
-                state, scores = self.rule.judged(state, images, indices, groups)
-        self._adopt(state, scores, images, indices, groups)
+            if left is None:
+                state, left = self.rule.judged(state, images, indices, groups)
+        self._adopt(state, left, images, indices, groups)
 
     @torch.no_grad()
     @one_thread()
@@ -113,8 +115,8 @@ class Learning(Answering):
             with without_autocast(images):
                 state = self._with_images(self.fork().state, images, indices, [], views)
                 groups = self._groups(groups, indices)
-                state, scores = self.rule.judged(state, images, indices, groups)
-            self._adopt(state, scores, images, indices, groups)
+                state, left = self.rule.judged(state, images, indices, groups)
+            self._adopt(state, left, images, indices, groups)
 
     @torch.no_grad()
     def set_text_embeds(self, text_embeds: Tensor | np.ndarray) -> None:
@@ -229,12 +231,9 @@ class Learning(Answering):
 
     def _held_out_choices(
         self, start: State, images: Tensor, labels: Tensor, new: list[str], groups: Tensor | None
-    ) -> tuple[dict[str, Tensor], LeftOut | None]:
+    ) -> tuple[dict[str, Tensor], Left | None]:
         """Hold out images of the new task; return what the rule chooses on them, and their scores and labels."""
-        from dulbe_peft.classifiers.calibration import hold_back
-        from dulbe_peft.classifiers.groups import ranking
-
-        held, classes = hold_back(images, labels, groups), len(self._class_names) + len(new)
+        held, left = held_out(images, labels, groups, classes := len(self._class_names) + len(new))
         if type(self.rule).judged is not Rule.judged or not held.any() or classes < 2:
             return {}, None
         try:
@@ -242,28 +241,21 @@ class Learning(Answering):
             choices = self.rule.fitted(state).chosen(images[held], labels[held])
         except ValueError:  # too few images without the held-out ones, or their features cancel out
             return {}, None
-        rows = held.nonzero()[:, 0]
-        if (step := len(rows) * classes // MOST_SCORES + 1) > 1:
-            rows = rows[ranking(images[rows]).argsort()][::step]
-        scores = self._scores(state.replaced(choices), images[rows])
-        return choices, LeftOut(scores, labels[rows], None if groups is None else groups[rows])
+        return choices, replace(left, scores=self._scores(state.replaced(choices), images[left.rows]))
 
-    def _adopt(
-        self, state: State, scores: LeftOut | None, images: Tensor, labels: Tensor, groups: Tensor | None
-    ) -> None:
+    def _adopt(self, state: State, left: Left | None, images: Tensor, labels: Tensor, groups: Tensor | None) -> None:
         """Take over a state that has learned `images`, and update calibration and novelty.
 
-        `scores` are those of some of the images by a classifier that had not learned them.
+        `left` has the scores of some of the images by a classifier that had not learned them.
         """
         from dulbe_peft.classifiers import calibration, novelty
 
         rule, records = self.rule, self.calibration
-        if scores is not None:
-            logits, own, parts, _ = scores
-            at = lambda tasks: temperature(self.rule, state, tasks)  # noqa: E731
-            records = calibration.calibrated(records, logits, own, labels, at, parts)
+        if left is not None and left.scores is not None:
+            at = partial(temperature, rule, state)
+            records = calibration.calibrated(records, left.scores, left.labels, labels, at, left.groups)
         known, heat = self.novelty_tasks, temperature(rule, state, records)
-        measured = novelty.judged(rule, state, known, images, labels, heat, groups, scores)
+        measured = novelty.judged(rule, state, known, images, labels, heat, groups, left)
         warning = "" if self._warned else rule.fitted(state).warning
         if warning:
             warnings.warn(warning, stacklevel=3)

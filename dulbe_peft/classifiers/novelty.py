@@ -40,12 +40,12 @@ from dulbe_peft.classifiers.calibration import (
     order_statistic,
 )
 from dulbe_peft.classifiers.evidence import Evidence, Sums
-from dulbe_peft.classifiers.groups import in_parts, some_left_out, together
-from dulbe_peft.classifiers.rule import LeftOut, Rule
+from dulbe_peft.classifiers.groups import together
+from dulbe_peft.classifiers.leaving import Left, choose, in_parts
+from dulbe_peft.classifiers.rule import Rule
 from dulbe_peft.classifiers.state import Fitted, State, once
 
 NEEDED = {"sums", "counts", "scatter", "freedom"}  # buffers, as in `ClassSums`
-MOST_JUDGED = 1000  # left-out images per task
 PARTS = 10  # parts into which images, or classes, are divided to be left out
 LEAST_PARTS = 3  # for images, if only some are judged; each part costs a decomposition
 MOST_CLASSES = 300  # left-out classes per task, rounded up to whole parts
@@ -142,12 +142,12 @@ def judged(
     labels: Tensor,
     temperature: float,
     groups: Tensor | None = None,
-    left: LeftOut | None = None,
+    known_scores: Left | None = None,
 ) -> tuple[TaskNovelty, ...]:
     """Return the records of the tasks, with one added for learned `images`, (n, d), if it can be computed.
 
     `before` are the records of earlier tasks, `labels` index all classes, and `temperature` is the classifier's.
-    `left` are left-out scores, which are used if they are those of the same images.
+    `known_scores` are left-out scores, which are used if they are those of the same images.
     Images are left out together with their group, (n,). If this is possible for no class, because no class has two
     images or groups, only classes are left out. Evidence and nearest text then get weights, and the novelties of known
     images stay empty.
@@ -158,16 +158,18 @@ def judged(
     images, labels = images.to(sums.means), labels.to(sums.means.device)
     several = bool((sums.counts[labels] > together(labels, groups)).any())
     counts = sums.counts if several else sums.counts + len(labels)  # then any image is taken, since none is left out
-    chosen, row_labels, row_groups = some_left_out(images, labels, groups, counts, MOST_JUDGED)
+    left = choose(images, labels, groups, counts)
+    rows, row_labels, row_groups = left.rows, left.labels, left.groups
     # If only some images are judged, fewer parts suffice to leave out at most a tenth of all images at a time.
     number = max(LEAST_PARTS, -(-PARTS * len(row_labels) // len(labels)))
     out = in_parts(row_labels, row_groups, min(number, len(row_labels)), counts)
-    chosen, row_labels, row_groups, out = _rows(out >= 0, chosen, row_labels, row_groups, out)
+    rows, row_labels, row_groups, out = _rows(out >= 0, rows, row_labels, row_groups, out)
     parts = parted(row_labels, len(sums.counts))
     classes, number = len(row_labels.unique()), int(parts.max()) + 1
     missed = parts[row_labels] < -(-MOST_CLASSES * number // classes)  # images that are judged without their class
     if not several:
-        chosen, row_labels, row_groups, out, missed = _rows(missed, chosen, row_labels, row_groups, out, missed)
+        rows, row_labels, row_groups, out, missed = _rows(missed, rows, row_labels, row_groups, out, missed)
+    chosen = images[rows]
 
     def evidences() -> tuple[Tensor, Tensor | None]:
         unknown = classes_out(sums, images, labels, chosen[missed], row_labels[missed], parts)
@@ -180,8 +182,8 @@ def judged(
     texts, shares = by_text(chosen, sums), class_shares(row_labels, labels)
     scores = None
     if several:
-        same = left is not None and left.images is not None and torch.equal(left.images, chosen)
-        scores = left.scores if left and same else rule.left_out(state, chosen, row_labels, row_groups)
+        same = known_scores is not None and known_scores.closed and torch.equal(known_scores.rows, rows)
+        scores = known_scores.scores if known_scores and same else rule.left_out(state, chosen, row_labels, row_groups)
     # An image whose class is left out can be near to fewer classes. For a fair comparison, the same number of other
     # classes is left out when the image's own class stays.
     place = parts[row_labels][:, None]

@@ -54,16 +54,15 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead, BridgeRule, Ensemble
 from dulbe_peft.classifiers.geodesics import own_probabilities
-from dulbe_peft.classifiers.groups import some_left_out, sums_of_groups, together
+from dulbe_peft.classifiers.groups import sums_of_groups, together
 from dulbe_peft.classifiers.keeping import takes
-from dulbe_peft.classifiers.rule import LeftOut
+from dulbe_peft.classifiers.leaving import Left, choose
 from dulbe_peft.classifiers.state import Layout, State, once, per_class
 
 # Chosen on held-out training images of Cars, ImageNet, CIFAR-10, DTD and Aircraft with CLIP's features.
 USUAL_DECLINE = 4.0  # decline of the reliability away from the usual depth; 2 and 8 cost 0.1 and 0.2 points
 USUAL_IMAGES = 1.0  # number of left-out images that the usual reliability counts as; 0 and 2 cost 0.1 points
 LEAST = 1e-300  # replaces a probability of 0
-MOST_JUDGED = 1000  # left-out images per task for the temperature
 
 
 @dataclass(frozen=True)
@@ -169,17 +168,17 @@ class PooledBridgeRule(BridgeRule):
 
     def judged(
         self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None
-    ) -> tuple[State, LeftOut | None]:
+    ) -> tuple[State, Left | None]:
         """Return left-out scores; with groups, also replace the probabilities that `added` summed up.
 
         `added` leaves single images out.
         """
         if groups is not None:
             state = state.replaced(self._by_groups(state, images, labels, groups))
-        images, labels, groups = some_left_out(images, labels, groups, state.counts, MOST_JUDGED)
-        if not len(images) or state.classes < 2:
+        left = choose(images, labels, groups, state.counts)
+        if not len(left.rows) or state.classes < 2:
             return state, None
-        return state, LeftOut(self.left_out(state, images, labels, groups), labels, groups)
+        return state, replace(left, scores=self.left_out(state, images[left.rows], left.labels, left.groups))
 
     def _by_groups(self, state: State, images: Tensor, labels: Tensor, groups: Tensor) -> dict[str, Tensor]:
         """Return `confidence` and `left_out_counts` with the images' groups left out instead of the images."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Le
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.checks import random_features, same_scores
+from dulbe_peft.classifiers.leaving import Left
 from dulbe_peft.classifiers.state import Fitted, Layout, State, per_class, shared
 from dulbe_peft.utils.settings import LEAST, check_settings, documented, setting
 
@@ -41,18 +42,6 @@ ABILITIES = {
     "move": "does not follow a linear map of the features",
     "follow": "does not follow drift",
 }
-
-
-class LeftOut(NamedTuple):
-    """Scores, (n, C), of images by a classifier that had not learned them, their labels and their groups, (n,).
-
-    `images`, (n, d), are given if the scores are exactly those of `Rule.left_out`, which then need not be repeated.
-    """
-
-    scores: Tensor
-    labels: Tensor
-    groups: Tensor | None = None
-    images: Tensor | None = None
 
 
 def projected_and_linear(z: torch.Tensor, projection: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -158,8 +147,8 @@ class Rule:
 
     def judged(
         self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None
-    ) -> tuple[State, LeftOut | None]:
-        """Return scores of images that `state` has just learned, each as if its group had not been learned.
+    ) -> tuple[State, Left | None]:
+        """Leave out images that `state` has just learned; return their scores, as if their groups were not learned.
 
         The state may be replaced by one with choices that these scores suggest. The scores are None if no image can
         be left out. A rule without a closed form does not override this; some images are then held out, see

@@ -17,10 +17,8 @@ correction is made.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 import torch
@@ -35,15 +33,14 @@ from dulbe_peft.classifiers.groups import (
     MANY_ALIKE,
     check_groups,
     groups_of_classes,
-    in_parts,
     share_alike,
     sums_of_groups,
     together,
 )
+from dulbe_peft.classifiers.leaving import by_content, in_parts
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.training.state import Estimates, LearnerState
 
-MOST_LEFT_OUT = 1000  # images
 PARTS = 10  # parts into which images are divided to be left out
 LEAST_WRONG = 0.01  # fewer wrong labels are not told from a few unusual images: flowers with right labels have 0.001
 NORMAL = 1.959964  # the normal quantile for a 95 % interval
@@ -60,15 +57,8 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
     if state.trained or any(views > 1 for _, views in state.known.ways):
         return now
     learned, place = state.known.learned, {name: row for row, name in enumerate(state.class_names)}
-    times = Counter(chain.from_iterable(learned.values()))
-    share, owner = max(1, MOST_LEFT_OUT // max(1, len(learned))), dict[bytes, int]()
-    group_of, chosen = state.known.groups, set[int]()
-    for name, contents in learned.items():
-        once = sorted(content for content in contents if times[content] == 1)
-        chosen |= {group_of[content] for content in once[:share] if content in group_of}
-        # All images of a group are left out together, so all are needed.
-        once = [content for number, content in enumerate(once) if number < share or group_of.get(content) in chosen]
-        owner |= dict.fromkeys(once if len(contents) > 1 and name in place else (), place.get(name, -1))
+    group_of, chosen = state.known.groups, by_content(learned, state.known.groups)
+    owner = {content: place[name] for content, name in chosen.items() if name in place}
     features = {content: row for content, row in fresh.items() if content in owner}
     stored = encoder.stored([content for content in owner if content not in features])
     features |= {content: torch.from_numpy(np.array(row)).to(encoder.device) for content, row in stored.items()}

@@ -12,7 +12,8 @@ import torch
 
 from dulbe_peft.classifiers.calibration import places_among
 from dulbe_peft.classifiers.groups import together
-from dulbe_peft.training.estimating import MOST_LEFT_OUT, corrected, left_out_share, surely_wrong
+from dulbe_peft.classifiers.leaving import MOST
+from dulbe_peft.training.estimating import corrected, left_out_share, surely_wrong
 from research.benchmarks import common
 from research.benchmarks.frozen import Task, learned, measured, stream_options
 
@@ -31,7 +32,7 @@ def figures(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> dict[
     seen = classifier.class_names
     starts = [sum(len(past.classes) for past in tasks[:number]) for number in range(len(tasks))]
     labels = torch.tensor([start + label for start, task in zip(starts, tasks, strict=True) for label in task.y])
-    images, share = torch.cat([task.train for task in tasks]), max(1, MOST_LEFT_OUT // len(seen))
+    images, share = torch.cat([task.train for task in tasks]), max(1, MOST // len(seen))
     chosen = places_among(labels) < share
     groups = joined(tasks)
     if groups is not None:

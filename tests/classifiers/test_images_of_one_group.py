@@ -10,7 +10,8 @@ from taught import CLASSES, DIM, SCALE, clusters, digits
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers import calibration, make_classifier
-from dulbe_peft.classifiers.groups import check_groups, in_parts, rows_by_group
+from dulbe_peft.classifiers.groups import check_groups, rows_by_group
+from dulbe_peft.classifiers.leaving import in_parts
 from dulbe_peft.classifiers.ridge import POWER
 
 EXACT = [

@@ -12,8 +12,8 @@ from dulbe_peft.classifiers import novelty
 from dulbe_peft.classifiers.calibration import TaskNovelty
 from dulbe_peft.classifiers.covariance import oas_shrinkage
 from dulbe_peft.classifiers.evidence import LEAST, RIDGE, USUAL_IMAGES, Evidence, Sums
-from dulbe_peft.classifiers.groups import in_parts, some_left_out
 from dulbe_peft.classifiers.lda import LdaRule
+from dulbe_peft.classifiers.leaving import choose, in_parts
 from dulbe_peft.classifiers.novelty import (
     FADING,
     PARTS,
@@ -294,11 +294,12 @@ def test_classifiers_of_a_learner_compute_the_evidence_of_left_out_images_once(m
 def test_large_tasks_are_judged_on_fewer_parts(most, number, monkeypatch):
     """A literal record: two of five classes are left out, and a tenth of the images, or more with few parts."""
     monkeypatch.setattr(novelty, "MOST_CLASSES", 2)
-    monkeypatch.setattr(novelty, "MOST_JUDGED", most)
+    monkeypatch.setattr("dulbe_peft.classifiers.leaving.MOST", most)
     rows, labels, _, _ = world()
     (task,) = in_tasks("lda", rows, labels).novelty_tasks
     rows = rows.double()
-    chosen, chosen_labels, _ = some_left_out(rows, labels, None, labels.bincount(), most)
+    left = choose(rows, labels, None, labels.bincount())
+    chosen, chosen_labels = rows[left.rows], left.labels
     order = chosen_labels.argsort(stable=True)
     known, unknown = {c: [] for c in range(CLASSES)}, {c: [] for c in (0, 1)}
     for place, row in enumerate(chosen[order]):
