@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers import BayesClassifier, bayes, calibration
 from dulbe_peft.classifiers.checks import unit_features
-from dulbe_peft.utils.tensors import write_tensors
+from dulbe_peft.utils.tensors import tensors_digest, write_tensors
 
 DIM, CLASSES, SCALE, DOUBLE = 6, 5, 20.0, torch.float64
 NAMES = [f"class {number}" for number in range(CLASSES)]
@@ -465,9 +465,9 @@ def test_saved_classifier_predicts_without_solving_again(each, settings, tmp_pat
     classifier.save_pretrained(tmp_path / "new")
     classifier.save_pretrained(tmp_path / "old")
     state = classifier.tensors()
-    write_tensors(tmp_path / "old" / "bayes.safetensors", state, {})  # without the solution and a digest
+    write_tensors(tmp_path / "old" / "bayes.safetensors", state, {})  # without the solution
     config = tmp_path / "old" / "bayes_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"sha256": None}))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"sha256": tensors_digest(state)}))
     assert torch.equal(BayesClassifier.from_pretrained(tmp_path / "old").probabilities(tests), expected)
     monkeypatch.setattr(bayes.Fit, "of", None)
     loaded = BayesClassifier.from_pretrained(tmp_path / "new").to("cpu")

@@ -1,6 +1,5 @@
 """Temperatures, rejection and prediction sets: literal references, and the guaranteed rates in simulations."""
 
-import json
 import math
 
 import numpy as np
@@ -19,8 +18,6 @@ from dulbe_peft.classifiers.calibration import (
     hold_back,
     temperature,
 )
-from dulbe_peft.classifiers.registry import make_classifier
-from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
 DIM = 12
 
@@ -218,28 +215,3 @@ def test_coverage_rejection_and_roc_area_hold_over_all_seen_classes(spec, each):
     assert np.mean(lost) == pytest.approx(0.09, abs=0.04)
     if spec != "bridge":
         assert np.mean(estimated) == pytest.approx(np.mean(area), abs=0.06) and 0.6 < np.mean(area) < 0.99
-
-
-@pytest.mark.parametrize("spec", ["bayes:features=0", "gda"])
-def test_tables_without_wrong_labels_are_read(spec, tmp_path):
-    """Earlier files have one table for all classes, and no shares of wrong labels."""
-    generator = torch.Generator().manual_seed(0)
-    images = torch.nn.functional.normalize(torch.randn(24, 8, generator=generator), dim=1)
-    texts = torch.nn.functional.normalize(torch.randn(3, 8, generator=generator), dim=1)
-    learned = make_classifier(spec, 8, 100.0)
-    learned.add_classes(["a", "b", "c"], images, torch.arange(24) % 3, texts)
-    learned.save_pretrained(tmp_path)
-    (file,) = tmp_path.glob("*.safetensors")
-    tensors, metadata = read_tensors(file)
-    tensors["losses"] = tensors["losses"][..., 0].contiguous()
-    if spec != "gda":
-        tensors["by_text"] = tensors["by_text"].sum(dim=0)[..., 0].contiguous()
-        del tensors["shown"]
-    write_tensors(file, tensors, metadata)
-    (config,) = tmp_path.glob("*_config.json")
-    facts = json.loads(config.read_text())
-    config.write_text(json.dumps({name: value for name, value in facts.items() if name != "sha256"}))
-    found = type(learned).from_pretrained(tmp_path)
-    assert torch.allclose(found.probabilities(images), learned.probabilities(images), atol=1e-5)
-    found.add_classes(["d"], -images[:4], torch.zeros(4, dtype=torch.int64), torch.cat([texts, -texts[:1]]))
-    assert found.probabilities(images).isfinite().all()
