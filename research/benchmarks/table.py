@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from research.benchmarks import curves, evidence, sentences
+from research.verification.reproduced import reproduced_table
 
 ROOT = Path(__file__).parents[2]
 EVERY_LINE = ROOT / "research" / "benchmarks" / "tables.md"  # the tables that are too long for the docs
@@ -37,10 +39,18 @@ def made(marker: str, results: Path) -> str:
     settings = dict(argument.split("=", 1) for argument in arguments)
     if name == "figures":
         return figures(results, **settings)
+    if name == "reproduced":
+        head, *lines = reproduced_table()
+        return table_of(head, lines)
     content = (evidence.TABLES | sentences.SENTENCES | curves.CURVES)[name](results, **settings)
     if isinstance(content, str):
         return content
     head, *lines = content
+    return table_of(head, lines)
+
+
+def table_of(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
     first, *rows = ("| " + " | ".join(line) + " |" for line in [head, *lines])
     return "\n".join([first, "|" + "---|" * len(head), *rows])
 

@@ -3,6 +3,7 @@
   python -m research verify --level 1 --data cifar100
   python -m research verify --level 2 --data pets --splits split_zhou_OxfordPets.json
   python -m research verify --checks my.yaml --output mine.json
+  python -m research verify --run out
 
 The exit status is 1 if a number is outside its tolerance, and 2 if a check could not be run.
 """
@@ -25,10 +26,18 @@ def verify(
     checks: File | None = setting(None, "run your own checks, at all levels, instead of the project's"),
     splits: File | None = setting(None, "the split file of --data, if you must download it yourself"),
     images: Folder | None = setting(None, "the images of --data, if you have them already"),
+    run: Folder | None = setting(None, "add a finished run of examples/papers to docs/reproduce.md"),
     output: File = setting("verify.json", "results, versions and hardware"),
     device: str = setting("auto", "auto, cpu or an accelerator's type"),
     overwrite: bool = OVERWRITE,
 ) -> int:
+    if run is not None:
+        from research.verification.reproduced import REPRODUCED, add_run
+
+        name, ours = add_run(run, REPRODUCED)
+        print(f"{name}: A_bar {ours.average:.2f}, A_last {ours.last:.2f} with {ours.classifier} and {ours.model}")
+        print(f"written: {REPRODUCED}\nnext: python docs/generate.py tables")
+        return 0
     from research.verification.checks import OWN_CHECKS, read_checks, select_checks
 
     file = OWN_CHECKS if checks is None else Path(checks)

@@ -86,8 +86,9 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, expanded)
         except click.UsageError as error:
-            error.message += self._commas(args) if "unexpected extra argument" in error.message else ""
-            raise
+            if "unexpected extra argument" not in error.message:
+                raise
+            raise click.UsageError(error.message + self._commas(args), ctx) from error
 
     def _commas(self, args: list[str]) -> str:
         """Say how several values of an option are written, if a word after one of them was meant as a second value."""
