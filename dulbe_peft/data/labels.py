@@ -40,6 +40,8 @@ def label_splits(
     if is_camtrap(path.parent) and path == table_in(path.parent, OBSERVATIONS):
         return _camtrap_splits(path.parent, path_column, label_column, vocabulary, machine_labels)
     table = open_table(path, path_column, label_column, one_label)
+    if table.keywords and one_label:
+        raise ValueError(f"one_label is for a column of labels, but {path} has keywords: leave it out")
     if table.keywords:
         return {None: _by_keyword(table, vocabulary)}
     if vocabulary is not None:

@@ -110,6 +110,24 @@ def splits(
     raise ValueError(f"{path} is a file: {why_not_read(suffix) if suffix in ARCHIVES else expected}")
 
 
+def reading_of(text: str) -> tuple[str, frozenset[str]]:
+    """Return what a data set is, in words, and the settings of `load_data` that change how it is read."""
+    path = Path(text)
+    if text.startswith(HUB_PREFIX):
+        return "a data set of the Hub", frozenset({"image_column", "label_column"})
+    if is_camtrap(path) or (is_table(path) and is_camtrap(path.parent)):
+        return "a Camtrap DP package", frozenset({"machine_labels"})
+    if feature_splits(path):
+        return "a table of features", frozenset()
+    if hub_splits(text, "image", "label"):
+        return "a data set of parquet files", frozenset({"image_column", "label_column"})
+    if path.is_file():
+        return "a table of labels", frozenset({"label_column", "path_column", "vocabulary", "one_label"})
+    if path.is_dir() and metadata_splits(path):
+        return "a folder with labels in a table", frozenset({"label_column", "one_label"})
+    return "a folder of classes", frozenset()
+
+
 def check_data(text: str) -> None:
     """Raise a `FileNotFoundError` if a path does not exist and is not the name of a data set either."""
     if (text and Path(text).exists()) or text.startswith(HUB_PREFIX) or text == DEMO_DIGITS:

@@ -148,9 +148,27 @@ class DataSource:
                 if isinstance(opener, FolderSplit):
                     opener.check()
 
+    def _check_acting(self) -> None:
+        """Raise a ValueError if a setting was given that does nothing with this data."""
+        drawn = (self.validation_fraction, self.images_per_class, self.test_images_per_class)
+        if self.draw_seed and drawn == (None, None, None):
+            raise ValueError(f"draw_seed is {self.draw_seed}, but nothing is drawn: give images_per_class, or omit it")
+        given = [field for field in fields(self) if field.name in _READING and field.name != "leave_out"]
+        given = [field for field in given if getattr(self, field.name) != field.default]
+        if not given:
+            return
+        from dulbe_peft.data.readers import reading_of
+
+        kinds = {data: reading_of(data) for data in (self.data, self.test_data) if data}
+        for field in given:
+            if not any(field.name in acting for _, acting in kinds.values()):
+                what = " and ".join(f"{data} is {kind}" for data, (kind, _) in kinds.items())
+                raise ValueError(f"{field.name} is {getattr(self, field.name)!r}, but {what}: leave it out")
+
     @cached_property
     def splits(self) -> Roles:
         """What the splits are for. Invalid combinations of fields raise an error; no image is opened."""
+        self._check_acting()
         return _roles(self)
 
     def open(self, look: Look | None = None, every: bool = False) -> Opened:
@@ -190,6 +208,7 @@ class DataSource:
         """
         from dulbe_peft.photos.data.splits import Opened
 
+        self._check_acting()
         names, open_one = self._openers(self.data)
         if split is None:
             split = "test" if "test" in names or None not in names else None
@@ -251,9 +270,11 @@ def _roles(source: DataSource) -> Roles:
         available = {name: available[name] for name in names}
         unlabelled = wanted in available and not subfolders(Path(text, wanted))
     else:
-        for name in () if list(available) == [None] else (train, *([wanted] if wanted != "test" else [])):
-            if name not in available:
-                raise FileNotFoundError(f"{text} has no split {name!r}; its splits are {list(available)}")
+        whole = list(available) == [None]
+        for name in (train, *([wanted] if wanted != "test" else [])):
+            if name not in available and not (whole and name == "train"):
+                has = "it has no splits" if whole else f"its splits are {list(available)}"
+                raise FileNotFoundError(f"{text} has no split {name!r}; {has}")
         others = [name for name in available if name and name not in (train, wanted)]
         unused = [(f"{text}[{name}]", _unused(name), None) for name in others]
     tests = (wanted, available.pop(wanted)) if wanted in available else None
