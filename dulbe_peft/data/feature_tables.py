@@ -178,6 +178,8 @@ def write_features(
                 "label": pa.array([images.class_names[label] for label in images.labels], pa.string()),
                 "embedding": pa.FixedSizeListArray.from_arrays(flat, features.shape[1]),
             }
+            if images.groups is not None:
+                columns["group"] = pa.array(list(map(str, images.groups)), pa.string())
             table = pa.table(columns).replace_schema_metadata(metadata)
             writer = writer or parquet.ParquetWriter(temporary, table.schema)
             writer.write_table(table)

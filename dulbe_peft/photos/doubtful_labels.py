@@ -5,9 +5,11 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from dulbe_peft.classifiers.bayes import BayesClassifier
 from dulbe_peft.classifiers.calibration import FOLDS
+from dulbe_peft.classifiers.groups import in_parts
 from dulbe_peft.sklearn import FeatureClassifier
 
 SWAPPED = 0.05  # share of the labels that one trial swaps
@@ -33,7 +35,11 @@ class Trial(NamedTuple):
 
 
 def try_swapped_labels(
-    features: np.ndarray, labels: np.ndarray, texts: np.ndarray | None, logit_scale: float
+    features: np.ndarray,
+    labels: np.ndarray,
+    texts: np.ndarray | None,
+    logit_scale: float,
+    groups: np.ndarray | None = None,
 ) -> Trial | None:
     """Swap some labels between classes on a copy, and count how many of the swapped labels `doubtful_labels` finds.
 
@@ -48,7 +54,7 @@ def try_swapped_labels(
         places = {*np.flatnonzero(changed != labels).tolist()}
         if not places:
             return None
-        doubted = {doubt.image for doubt in doubtful_labels(features, changed, texts, logit_scale)}
+        doubted = {doubt.image for doubt in doubtful_labels(features, changed, texts, logit_scale, groups)}
         counts = len(doubted & places), len(places), len(doubted - places), len(judged) - len(places)
         trial = Trial(*(before + now for before, now in zip(trial, counts, strict=True)))
         if trial.swapped >= ENOUGH:
@@ -71,7 +77,11 @@ def _swapped(labels: np.ndarray, order: np.ndarray, pairs: int) -> np.ndarray:
 
 
 def doubtful_labels(
-    features: np.ndarray, labels: np.ndarray, texts: np.ndarray | None, logit_scale: float
+    features: np.ndarray,
+    labels: np.ndarray,
+    texts: np.ndarray | None,
+    logit_scale: float,
+    groups: np.ndarray | None = None,
 ) -> list[Doubt]:
     """Return the doubtful images, the least probable label first.
 
@@ -83,26 +93,54 @@ def doubtful_labels(
         labels: Class indices, (n,).
         texts: Text features of the classes, (classes, d), or None.
         logit_scale: The scale of the model's cosines.
+        groups: The number of each image's group, (n,), or None. Images of a group are left out together.
     """
-    from sklearn.model_selection import StratifiedKFold, cross_val_predict
-
     rows, classes, targets = _judged(labels)
     if len(classes) < 2:
         return []
     classifier = _classifier(classes, texts, logit_scale)
-    folds = StratifiedKFold(min(FOLDS, np.bincount(targets).max()), shuffle=True, random_state=0)
-    with warnings.catch_warnings():
-        # A class with fewer images than folds is missing from some test folds, which does no harm here.
-        warnings.filterwarnings("ignore", "The least populated class", UserWarning)
-        # The folds may leave one image of each class. The share of doubts that are right is measured separately.
-        warnings.filterwarnings("ignore", "no image could be left out", UserWarning)
-        probabilities = cross_val_predict(classifier, features[rows], targets, cv=folds, method="predict_proba")
+    if groups is None:
+        probabilities = _left_out(classifier, features[rows], targets)
+    else:
+        left, probabilities = _groups_left_out(classifier, features[rows], targets, groups[rows])
+        rows, targets = rows[left], targets[left]
     predicted = probabilities.argmax(axis=1)
     doubtful = np.flatnonzero(predicted != targets)
     own, best = probabilities[doubtful, targets[doubtful]], probabilities[doubtful, predicted[doubtful]]
     columns = rows[doubtful], classes[predicted[doubtful]], own, best
     doubts = [Doubt(*each) for each in zip(*(column.tolist() for column in columns), strict=True)]
     return sorted(doubts, key=lambda doubt: (doubt.own, doubt.image))
+
+
+def _left_out(classifier: FeatureClassifier, features: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Return the probabilities of images, (n, classes), from a classifier that has not learned their fifth."""
+    from sklearn.model_selection import StratifiedKFold, cross_val_predict
+
+    folds = StratifiedKFold(min(FOLDS, np.bincount(targets).max()), shuffle=True, random_state=0)
+    with warnings.catch_warnings():
+        # A class with fewer images than folds is missing from some test folds, which does no harm here.
+        warnings.filterwarnings("ignore", "The least populated class", UserWarning)
+        # The folds may leave one image of each class. The share of doubts that are right is measured separately.
+        warnings.filterwarnings("ignore", "no image could be left out", UserWarning)
+        found: np.ndarray = cross_val_predict(classifier, features, targets, cv=folds, method="predict_proba")
+    return found
+
+
+def _groups_left_out(
+    classifier: FeatureClassifier, features: np.ndarray, targets: np.ndarray, groups: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return as `_left_out`, but leave groups out as a whole; and the images of classes that keep other images."""
+    counts = torch.from_numpy(np.bincount(targets))
+    parts = in_parts(torch.from_numpy(targets), torch.from_numpy(groups), FOLDS, counts).numpy()
+    left = np.flatnonzero(parts >= 0)
+    found = np.zeros((len(targets), len(counts)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "no image could be left out", UserWarning)
+        for part in np.unique(parts[left]):
+            # Images of the part in a class that would lose all of its images are learned.
+            classifier.fit(features[parts != part], targets[parts != part])
+            found[parts == part] = classifier.predict_proba(features[parts == part])
+    return left, found[left]
 
 
 def wrong_labels(

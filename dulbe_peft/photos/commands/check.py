@@ -22,17 +22,20 @@ from typing import TYPE_CHECKING, Any
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.photos.commands.advice import print_next_command
 from dulbe_peft.photos.commands.options import (
+    LABELS,
     NO_STORE,
     OVERWRITE,
     File,
     Folder,
     Page,
     command,
+    data_settings,
     load_learner,
     settings_of,
 )
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim, message_stream
 from dulbe_peft.photos.data.source import UNLABELLED, DataSource
+from dulbe_peft.photos.runs.setup import data_or_labels
 from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import announce, counted, printable
@@ -51,6 +54,10 @@ STRIP = 8  # thumbnails shown for each class
 PAIRS = 100  # duplicates shown on the page
 DOUBTFUL = 10  # doubtful labels shown
 DOUBTS = "images that look like another class (the label may be wrong, or the picture unusual):"
+VIEWS = (
+    "many photographs look like one another; if they show the same items, give their groups (--group): the other "
+    "views of an item with a wrong label speak for it"
+)
 NO_DOUBTS = "no image looks more like another class than like its own"
 HEADER = ["split", "path", "finding", "detail", "proposed_class", "probability"]
 TRUSTED = 0.8  # if a smaller share of the swapped labels is found, other wrong labels are probably missed, too
@@ -60,12 +67,13 @@ SMALL = 64  # pixels; smaller images show little to a model that expects 224 pix
 
 @command(
     settings=[
-        *settings_of(DataSource, ("train_split", "test_split", "test_data", "leave_out")),
+        *data_settings("train_split", "test_split", "test_data"),
         *settings_of(LearnerArguments, ("device", "whole_images")),
     ]
 )
 def check(
-    data: str = setting(..., "images, as for run", place=True),
+    data: str | None = setting(None, "images, as for run", place=True),
+    labels: str | None = LABELS,
     page: Page | None = setting(None, "write a page with pictures"),
     csv: File | None = setting(None, "write a table of the findings; - is standard output"),
     move_to: Folder | None = setting(None, "move the files of the table here, except those listed as left out"),
@@ -77,7 +85,8 @@ def check(
     whole_images: bool | None = None,
     **splits: Any,
 ) -> int:
-    check_given(data=data)
+    check_given(data=data or labels)
+    data = data_or_labels(data, labels, "DATA")
     claim(("--move-to", move_to, FOLDER), apart=[data])
     claim(("--page", page, ".html"), ("--csv", csv, ".csv"), overwrite=overwrite)
     if check_labels != (model is not None):
@@ -128,10 +137,11 @@ def check(
     if page or csv:
         print(f"\nwritten: {' and '.join(filter(None, (page, csv)))}", file=words)
     print(file=words)
-    more: dict[str, Any] = {"test_fraction": 0.2 if test is None else None, "output": f"out-{name}"}
+    more: dict[str, Any] = {"data": None if labels else data}
+    more |= {"test_fraction": 0.2 if test is None else None, "output": f"out-{name.partition('.')[0]}"}
     if test is None and any(UNLABELLED in why for _, why in inventory.left_out):
         more["test_split"] = "none"
-    print_next_command("run", model=model or "openai/clip-vit-base-patch16", data=data, **more, to=words)
+    print_next_command("run", model=model or "openai/clip-vit-base-patch16", **more, to=words)
     return 2 if inventory.unreadable else 0
 
 
@@ -172,7 +182,9 @@ def _doubtful(
 ) -> tuple[list[Doubtful], list[str]]:
     """Return the images with doubtful labels, the least probable label first, and lines on labels and names."""
     import numpy as np
+    import torch
 
+    from dulbe_peft.classifiers.groups import MANY_ALIKE, share_alike
     from dulbe_peft.photos.data.inventory import Found
     from dulbe_peft.photos.doubtful_labels import doubtful_labels, try_swapped_labels, wrong_labels
     from dulbe_peft.training.state import about_names
@@ -185,16 +197,20 @@ def _doubtful(
     places = [(split, part, index) for split, part in parts.items() for index in range(len(part))]
     rows = []
     given = features, labels, texts, learner.logit_scale
-    doubts = doubtful_labels(*given)
+    groups = [part.groups for part in parts.values() if part.groups is not None]
+    alone = np.concatenate(groups) if groups else None
+    doubts = doubtful_labels(*given, alone)
     for doubt in doubts:
         split, part, index = places[doubt.image]
         image, other = Found(split, index, part.item_name(index), names[labels[doubt.image]]), names[doubt.predicted]
         why = f"{printable(other)!r}, not like {printable(image.label)!r} (probability {doubt.own:.1%})"
         rows.append((image, why, other, f"{doubt.probability:.4f}"))
     wrong, misnamed = wrong_labels(*given)
-    lines = [] if wrong is None else _expected(wrong, doubts[:DOUBTFUL], labels)
+    rows_alike = alone is None and share_alike(torch.from_numpy(features), torch.from_numpy(labels)) > MANY_ALIKE
+    lines = [VIEWS] * rows_alike
+    lines += [] if wrong is None else _expected(wrong, doubts[:DOUBTFUL], labels)
     lines += [about_names([names[label] for label in misnamed])] if misnamed else []
-    return rows, [*lines, *_reliability(try_swapped_labels(*given))]
+    return rows, [*lines, *_reliability(try_swapped_labels(*given, alone))]
 
 
 def _expected(wrong: tuple[float, float, float], first: list[Doubt], labels: np.ndarray) -> list[str]:

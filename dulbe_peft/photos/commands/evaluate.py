@@ -21,12 +21,13 @@ from dulbe_peft.arguments import Query, Share
 from dulbe_peft.photos.commands.advice import print_next_command
 from dulbe_peft.photos.commands.options import (
     DATA,
+    LABELS,
     Load,
     command,
+    data_settings,
     learner_options,
-    settings_of,
 )
-from dulbe_peft.photos.data.source import GROUPING, DataSource
+from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted, printable
 
@@ -38,12 +39,13 @@ if TYPE_CHECKING:
     from dulbe_peft.metrics.evaluation import Evaluation
 
 
-@command(settings=settings_of(DataSource, ("class_names", "strict", *GROUPING)))
+@command(settings=data_settings())
 @learner_options(choose=True)
 def evaluate(
     learner: str,
     load: Load,
-    data: str = DATA,
+    data: str | None = DATA,
+    labels: str | None = LABELS,
     split: str | None = setting(None, "split of the data (default: test, or all of a folder without splits)"),
     reject: Share | None = setting(None, 'measure "none of these", with this share of false alarms'),
     zero_shot: bool = setting(False, "measure the zero-shot accuracy on classes that were not learned"),
@@ -56,8 +58,9 @@ def evaluate(
     if zero_shot and reject is not None:
         raise ValueError("--reject tests the learner's classifier, and --zero-shot the text classifier: give only one")
     from dulbe_peft.photos.runs.learned_images import without_learned
-    from dulbe_peft.photos.runs.setup import open_images, unreadable_finder
+    from dulbe_peft.photos.runs.setup import data_or_labels, open_images, unreadable_finder
 
+    data = data_or_labels(data, labels)
     source, loaded = DataSource.of({"data": data, **reading}), load()
     given = open_images(source, split, unreadable_finder(loaded))
     images = given if with_learned else without_learned(loaded, given)

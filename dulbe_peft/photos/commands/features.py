@@ -19,16 +19,17 @@ import click
 from dulbe_peft.photos.commands.advice import print_next_command
 from dulbe_peft.photos.commands.options import (
     DATA,
+    LABELS,
     OVERWRITE,
     File,
     Load,
     Option,
     command,
+    data_settings,
     learner_options,
-    settings_of,
 )
 from dulbe_peft.photos.commands.paths import claim
-from dulbe_peft.photos.data.source import DataSource
+from dulbe_peft.photos.data.source import READ, DataSource
 from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted
 
@@ -63,15 +64,16 @@ PRUNE = Option(
 
 @command(
     kept="encoded features are kept in the feature store",
-    settings=[PRUNE, *settings_of(DataSource, ("class_names", "strict"))],
+    settings=[PRUNE, *data_settings()],
 )
 @learner_options(optional=True)
 def features(
     learner: str | None,
     load: Load,
-    data: str = DATA,
+    data: str | None = DATA,
+    labels: str | None = LABELS,
     split: str | None = setting(None, "one split; '' for a folder without splits (default: all that run would use)"),
-    output: File | None = setting(None, "write a table: content, path, split, label, embedding"),
+    output: File | None = setting(None, "write a table: content, path, split, label, embedding and, if known, group"),
     engine: Literal["local", "dask", "ray"] | None = setting(None, "encode in several processes, or with Dask or Ray"),
     jobs: AtLeastOne | None = setting(
         None, "number of workers of --engine, at most one per core (default: all cores)"
@@ -86,8 +88,9 @@ def features(
     from dulbe_peft.data.feature_tables import EncoderNote, write_features
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.photos.runs.encoding import fill_store
-    from dulbe_peft.photos.runs.setup import open_images, open_source, unreadable_finder
+    from dulbe_peft.photos.runs.setup import data_or_labels, open_images, open_source, unreadable_finder
 
+    data = data_or_labels(data, labels)
     source, loaded = DataSource.of({"data": data, **reading}), load()
     store = loaded.encoder.store
     if loaded.encoder.adapted and (engine or output is None):
@@ -115,8 +118,11 @@ def features(
     where = "" if store is None or loaded.encoder.adapted else f"; the store is {store.path}"
     print(f"{counted(count, 'image')} with {loaded.encoder.embed_dim} features each{where}", file=sys.stderr)
     if loaded.encoder.adapted:
-        print_next_command("evaluate", learner, data=data, split=split or None, to=sys.stderr)
+        print_next_command("evaluate", learner, data=data, labels=None, split=split or None, to=sys.stderr)
     else:
         table, name = output or data, f"{Path(output or data).stem}-run"
-        renamed = {} if output is None else {"class_names": None}  # the table has the new names
-        print_next_command("run", model=loaded.state.base_name[0], data=table, output=name, **renamed, to=sys.stderr)
+        flags: dict[str, Any] = {"labels": None, "output": name}
+        if output is not None:  # the table has the labels, with their new names, and the groups
+            grouped = any(images.groups is not None for images in parts.values())
+            flags |= dict.fromkeys(READ) | {"group": "group" if grouped else None}
+        print_next_command("run", model=loaded.state.base_name[0], data=table, **flags, to=sys.stderr)

@@ -19,17 +19,16 @@ from dulbe_peft.photos.commands.options import (
     Folder,
     Load,
     command,
-    help_all,
+    data_settings,
     learner_options,
-    settings_of,
 )
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim
 from dulbe_peft.photos.commands.run import close_run
-from dulbe_peft.photos.data.source import DRAWS, DataSource
+from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.photos.runs import setup
 from dulbe_peft.photos.runs.learned_images import correct_tests, equal_features, without_tested
 from dulbe_peft.photos.runs.setup import unreadable_finder
-from dulbe_peft.utils.settings import AtLeastOne, field_types, setting
+from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted, print_once
 
 if TYPE_CHECKING:
@@ -39,13 +38,10 @@ if TYPE_CHECKING:
     from dulbe_peft.streams.progress import Row
     from dulbe_peft.streams.tasks import Task
 
-# The settings that only `--help-all` shows.
-RARE = {"vocabulary", "image_column", "label_column", "group_seconds"}
-
 
 @command(
     kept="finished tasks are kept",
-    settings=[help_all(), *settings_of(DataSource, field_types(DataSource).keys() - {"data", *DRAWS}, rare=RARE)],
+    settings=data_settings("train_split", "test_split", "test_fraction", "test_data"),
 )
 @learner_options()
 def learn(
@@ -61,8 +57,6 @@ def learn(
     **flags: Any,
 ) -> None:
     data = setup.data_or_labels(data, labels)
-    if not data:
-        raise ValueError("--data is required, or --labels")
     source = DataSource.of({"data": data, **flags}).absolute()
     check_given(class_names=source.class_names, vocabulary=source.vocabulary)
     source.check()

@@ -15,6 +15,7 @@ import click
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.photos.commands.paths import check_given, noted
+from dulbe_peft.photos.data.source import READ, DataSource
 from dulbe_peft.photos.runs.run_settings import GROUPS, from_text
 from dulbe_peft.utils.extras import garbage_collection_off
 from dulbe_peft.utils.settings import field_types, setting
@@ -23,6 +24,7 @@ from dulbe_peft.utils.terminal import announce
 if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
 
+_RARE = {"vocabulary", "image_column", "label_column", "group_seconds"}  # of data; only `--help-all` shows them
 _MACHINE = ("device", "num_workers", "eval_batch_size", "progress")
 _ENCODING = ("precision", "backend", "force")  # settings of commands that encode images
 Decorator = Callable[[Any], Any]
@@ -32,7 +34,7 @@ File = Annotated[str, "FILE"]
 Page = Annotated[str, "FILE.html"]
 Folder = Annotated[str, "FOLDER"]
 # Settings of several commands.
-DATA = setting(..., "images: a folder of classes or of parquet files, or hf:NAME")
+DATA = setting(None, "images: a folder of classes or of parquet files, or hf:NAME")
 LABELS = setting(
     None, "instead of --data: a table with path,label[,split], or exiftool's SourceFile,Subject", metavar="FILE.csv"
 )
@@ -159,6 +161,11 @@ def run_settings(shown: Collection[str]) -> list[click.Parameter]:
     return options
 
 
+def data_settings(*names: str) -> list[click.Parameter]:
+    """Return the settings of how labelled images are read, and the fields `names` of a source, as options."""
+    return [help_all(), *settings_of(DataSource, {*READ, *names}, rare=_RARE)]
+
+
 def settings_of(
     kind: type, names: Collection[str], group: str = "options", rare: Collection[str] = ()
 ) -> list[click.Parameter]:
@@ -235,7 +242,7 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
             **flags: Any,
         ) -> object:
             machine = {name: value for name in names if (value := flags.pop(name)) is not None}
-            check_given(None if optional else learner, model, flags.get("data"))
+            check_given(None if optional else learner, model, flags.get("data") or flags.get("labels"))
             store = not no_store
             load = partial(load_learner, learner=learner, model=model, machine=machine, first=classifier, store=store)
             return function(learner=learner, load=load, **flags)

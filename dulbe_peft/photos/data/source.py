@@ -41,6 +41,8 @@ _READING = (
     "one_label",
     "machine_labels",
 )  # arguments of `load_data`
+# How images are read, and which belong together: the settings of every command that reads labelled images.
+READ = (*_READING, "class_names", "strict", *GROUPING)
 
 
 class Roles(NamedTuple):

@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from dulbe_peft.streams.tasks import Task
 
 
-def data_or_labels(data: str | None, labels: str | None) -> str | None:
-    """Return the value of --data or --labels; raise a ValueError if both are given."""
+def data_or_labels(data: str | None, labels: str | None, flag: str = "--data") -> str:
+    """Return the value of `flag` or --labels; raise a ValueError if both or none are given."""
+    if not data and labels is None:
+        raise ValueError(f"{flag} is required, or --labels")
     if labels is None:
-        return data
+        return str(data)
     if data:
-        raise ValueError(f"--data is {data!r} and --labels is {labels!r}: the table names the images, so omit --data")
+        raise ValueError(f"{flag} is {data!r} and --labels is {labels!r}: the table names the images, so omit {flag}")
     if not labels.lower().endswith(TABLES):
         raise ValueError(f"--labels is {labels!r}, expected a .csv file with the columns path,label, or another table")
     return labels
