@@ -269,7 +269,9 @@ def _check_level(folder: Path, names: list[str], split: str | None) -> None:
 def split_flags(names: Sequence[str]) -> str:
     """Return the command-line flags that choose a training and a test split among `names`."""
     train = next((name for name in names if "train" in name.lower()), "NAME")
-    return f"--train-split {train} --test-split {next((name for name in names if name != train), 'none')}"
+    test = next((name for name in names if name != train), "none")
+    alone = f", or --split {test} of evaluate" if test != "none" else ""
+    return f"--train-split {train} --test-split {test} of run{alone}"
 
 
 def _or_table(*folders: Path) -> str:

@@ -29,7 +29,7 @@ from dulbe_peft.photos.commands.options import (
     learner_options,
 )
 from dulbe_peft.photos.commands.paths import claim
-from dulbe_peft.photos.data.source import READ, DataSource
+from dulbe_peft.photos.data.source import READ, SPLITS, DataSource
 from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted
 
@@ -64,7 +64,7 @@ PRUNE = Option(
 
 @command(
     kept="encoded features are kept in the feature store",
-    settings=[PRUNE, *data_settings()],
+    settings=[PRUNE, *data_settings(*SPLITS, rare=SPLITS)],
 )
 @learner_options(optional=True)
 def features(
@@ -73,11 +73,9 @@ def features(
     data: str | None = DATA,
     labels: str | None = LABELS,
     split: str | None = setting(None, "one split; '' for a folder without splits (default: all that run would use)"),
-    output: File | None = setting(None, "write a table: content, path, split, label, embedding and, if known, group"),
+    output: File | None = setting(None, "write a parquet table of labels and embeddings"),
     engine: Literal["local", "dask", "ray"] | None = setting(None, "encode in several processes, or with Dask or Ray"),
-    jobs: AtLeastOne | None = setting(
-        None, "number of workers of --engine, at most one per core (default: all cores)"
-    ),
+    jobs: AtLeastOne | None = setting(None, "workers of --engine (default: one per core)"),
     address: str | None = setting(None, "address of a running Dask or Ray cluster (default: start workers here)"),
     overwrite: bool = OVERWRITE,
     **reading: Any,
@@ -124,5 +122,5 @@ def features(
         flags: dict[str, Any] = {"labels": None, "output": name}
         if output is not None:  # the table has the labels, with their new names, and the groups
             grouped = any(images.groups is not None for images in parts.values())
-            flags |= dict.fromkeys(READ) | {"group": "group" if grouped else None}
+            flags |= dict.fromkeys((*READ, *SPLITS)) | {"group": "group" if grouped else None}
         print_next_command("run", model=loaded.state.base_name[0], data=table, **flags, to=sys.stderr)

@@ -24,7 +24,7 @@ from dulbe_peft.photos.commands.options import (
 )
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim
 from dulbe_peft.photos.commands.run import close_run
-from dulbe_peft.photos.data.source import DataSource
+from dulbe_peft.photos.data.source import SPLITS, DataSource
 from dulbe_peft.photos.runs import setup
 from dulbe_peft.photos.runs.learned_images import correct_tests, equal_features, without_tested
 from dulbe_peft.photos.runs.setup import unreadable_finder
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @command(
     kept="finished tasks are kept",
-    settings=data_settings("train_split", "test_split", "test_fraction", "test_data"),
+    settings=data_settings(*SPLITS),
 )
 @learner_options()
 def learn(

@@ -24,7 +24,7 @@ from dulbe_peft.utils.terminal import announce
 if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
 
-_RARE = {"vocabulary", "image_column", "label_column", "group_seconds"}  # of data; only `--help-all` shows them
+_USUAL = {"class_names", "strict", "leave_out", "group"}  # settings of reading that `--help` shows
 _MACHINE = ("device", "num_workers", "eval_batch_size", "progress")
 _ENCODING = ("precision", "backend", "force")  # settings of commands that encode images
 Decorator = Callable[[Any], Any]
@@ -34,10 +34,8 @@ File = Annotated[str, "FILE"]
 Page = Annotated[str, "FILE.html"]
 Folder = Annotated[str, "FOLDER"]
 # Settings of several commands.
-DATA = setting(None, "images: a folder of classes or of parquet files, or hf:NAME")
-LABELS = setting(
-    None, "instead of --data: a table with path,label[,split], or exiftool's SourceFile,Subject", metavar="FILE.csv"
-)
+DATA = setting(None, "images: folder of classes, parquet files, hf:NAME")
+LABELS = setting(None, "instead of --data: a table with path,label, or one of another program", metavar="FILE.csv")
 NO_STORE = setting(False, "do not store or reuse features of images")
 ONLY = setting(None, "file of the classes that are possible, one per line")
 SUM_UP = setting(None, "CSV file of class,group: answer with groups")
@@ -161,9 +159,9 @@ def run_settings(shown: Collection[str]) -> list[click.Parameter]:
     return options
 
 
-def data_settings(*names: str) -> list[click.Parameter]:
+def data_settings(*names: str, rare: Collection[str] = ()) -> list[click.Parameter]:
     """Return the settings of how labelled images are read, and the fields `names` of a source, as options."""
-    return [help_all(), *settings_of(DataSource, {*READ, *names}, rare=_RARE)]
+    return [help_all(), *settings_of(DataSource, {*READ, *names}, rare={*READ, *rare} - _USUAL)]
 
 
 def settings_of(

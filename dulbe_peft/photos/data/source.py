@@ -31,6 +31,7 @@ UNLABELLED = "images without labels cannot be tested on"
 VALIDATION = ("valid", "validation", "val")  # splits that are tested on if there is no test split
 # Fields that choose among the images.
 DRAWS = ("validation_fraction", "images_per_class", "test_images_per_class", "draw_seed")
+SPLITS = ("train_split", "test_split", "test_fraction", "test_data")  # fields that say which images are tested on
 GROUPING = ("group", "group_seconds")  # fields that say which images belong together
 _READING = (
     "image_column",
@@ -78,10 +79,8 @@ class DataSource:
     test_split: str = setting("test", "Name of the test split, or none.")
     test_fraction: Part | None = setting(None, "Share of images to hold out as the test split.")
     test_data: str | None = setting(None, "Separate test images, given as for --data.")
-    strict: bool = setting(False, "Stop at unreadable images instead of skipping them.")
-    class_names: str | None = setting(
-        None, "Text file with a line per class: 'old name', a tab, 'new name'; or new names in the data's order."
-    )
+    strict: bool = setting(False, "Stop at unreadable images, and skip none.")
+    class_names: str | None = setting(None, "Text file with 'old name', a tab, 'new name' per line; or new names.")
     vocabulary: str | None = setting(None, "File of exiftool's keywords that are classes.")
     image_column: str = setting("image", "Image column of a Hub data set.")
     label_column: str = setting("label", "Column of labels in the data.")
@@ -215,7 +214,9 @@ class DataSource:
         if split is None:
             split = "test" if "test" in names or None not in names else None
         images = _training_classes_first(open_one(split or None), Path(self.data), _class_names)
-        opened = Opened.of({images.split or "images": images}).readable(self.data, self.strict, look)
+        opened = Opened.of({images.split or "images": images}, notes=images.notes).readable(
+            self.data, self.strict, look
+        )
         images, _, inventory = opened.grouped(self.group, self.group_seconds)
         return self._renamed(images), inventory
 

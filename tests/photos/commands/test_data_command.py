@@ -286,7 +286,11 @@ def test_check_lists_and_shows_doubtful_labels(digit_folders, tmp_path, capsys, 
         ("test", rf"{doubted}/test/zero/y\x1b.png", "looks like another class"),
     }
     said = capsys.readouterr().out
-    lines = said[said.index("look like another class") :].split("\nmany photographs look like one another; ")[0].splitlines()[1:]
+    lines = (
+        said[said.index("look like another class") :]
+        .split("\nmany photographs look like one another; ")[0]
+        .splitlines()[1:]
+    )
     assert 2 <= len(lines) <= 10
     assert re.search(r"\nabout [0-9.]+ % of the labels look wrong \([0-9.]+ to [0-9.]+ %\)\n", said)
     assert f"\nof the first {len(lines)} images, about " in said
