@@ -96,6 +96,10 @@ class AdapterSettings:
             raise ValueError("shared_rank and residual_rank are both 0: at least one must be positive")
         if self.target_modules == []:
             raise ValueError("target_modules is an empty list: name at least one layer, or pass None for the default")
+        if self.text_target_modules == []:
+            raise ValueError(
+                "text_target_modules is an empty list: pass None for the default, or text_rank=0 for no LoRA there"
+            )
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern or []
         for field, names in (("layers_pattern", patterns), ("modules_to_save", self.modules_to_save or [])):
             for name in names:  # PEFT puts each name into a regular expression

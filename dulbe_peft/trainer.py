@@ -27,7 +27,7 @@ from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.batches import EpochLoader, Order, WholeBatches, collated
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.training.task_trainer import TaskTrainer
-from dulbe_peft.training.trainer_arguments import check_arguments, learner_settings, paper_arguments
+from dulbe_peft.training.trainer_arguments import check_arguments, check_dataset, learner_settings, paper_arguments
 from dulbe_peft.utils.folders import CheckpointError, fill_folder
 from dulbe_peft.utils.processes import raise_in_all, sum_over_processes, world
 from dulbe_peft.utils.tensors import read_tensors
@@ -91,6 +91,8 @@ class DualModeTrainer(Trainer):
     ) -> None:
         args = args or paper_arguments("tmp_trainer")
         check_arguments(args, settings)
+        for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
+            check_dataset(name, dataset)
         self.learner = _learner_of(model, processing_class, args, settings)
         self.class_names = class_names
         self._task: _LoopTask | None = None
@@ -102,6 +104,7 @@ class DualModeTrainer(Trainer):
             data_collator=collated,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
+            processing_class=self.learner.processor,
             compute_metrics=compute_metrics or accuracy,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -146,6 +149,17 @@ class DualModeTrainer(Trainer):
             ValueError: If `ClassIncrementalLearner.learn_task` would raise one, or the checkpoint is of another task.
             CheckpointError: If the given checkpoint is damaged or incomplete.
         """
+        check_dataset("train_dataset", self.train_dataset)
+        if self.train_dataset is None:
+            raise ValueError("train_dataset is missing: set trainer.train_dataset to the images of the new task")
+        if self.data_collator is not collated:
+            raise ValueError("data_collator cannot be changed: batches are made of the learner's pixels, not of items")
+        check_arguments(self.args, {})
+        # What was set in `args` since then is used by the loop, and saved with the learner.
+        changed = replace(self.learner.args, **learner_settings(self.args, {}))
+        if changed != self.learner.args:
+            self.learner.change_settings(changed)
+            self.learner.encoder.autocast = self.accelerator.autocast  # type: ignore[method-assign]
         if self._given_optimizers and self.optimizer is None:
             raise ValueError("the given optimizers belong to an earlier task: set .optimizer and .lr_scheduler again")
         with self.learner.transaction():
@@ -249,13 +263,18 @@ class DualModeTrainer(Trainer):
         return super().get_test_dataloader(self._tests(test_dataset))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Evaluate with the first classifier, or during training with the text embeddings of old and new classes."""
+        """Evaluate with the first classifier, or during training with the text embeddings of old and new classes.
+
+        During training, the names of the figures therefore begin with "eval_text_", as in `eval_text_accuracy`.
+        """
         if self._task is None:
             self._eval_head = self.learner.classifier
             with self.learner.state.resting():
                 return super().evaluation_loop(*args, **kwargs)
         text = self.learner.encoder.text_embeds(self._seen.class_names, self._task.state.class_texts)
         self._eval_head = partial(torch.matmul, other=self.learner.logit_scale * text.T)
+        # Figures of another head have another name, such as eval_text_accuracy.
+        kwargs["metric_key_prefix"] = f"{kwargs.get('metric_key_prefix', 'eval')}_text"
         return super().evaluation_loop(*args, **kwargs)
 
     @torch.no_grad()

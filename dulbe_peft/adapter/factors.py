@@ -107,7 +107,11 @@ def add_weighted_adapter(
     if text_ranks:  # all text layers have the same rank
         config = replace(config, text_rank=text_ranks[0], text_alpha=float(text_ranks[0]))
     configs[adapter_name] = config
-    tuner.inject_adapter(tuner.model, adapter_name)
+    try:
+        tuner.inject_adapter(tuner.model, adapter_name)
+    except ValueError:  # an unsuitable name, which is found before any layer is changed
+        del configs[adapter_name]
+        raise
     for name, factors in total.items():
         layer: Any = tuner.model.get_submodule(name)
         if isinstance(layer, DualModeLinear):

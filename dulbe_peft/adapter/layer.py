@@ -75,7 +75,7 @@ class DualModeLinear(DualModeLayer):
     """
 
     adapter_layer_names = ("dulbe_shared_B", "dulbe_residual_B")
-    other_param_names = ("dulbe_P", "dulbe_history_P", "dulbe_history_B", "caches", "_weights")
+    other_param_names = ("dulbe_P", "dulbe_history_P", "dulbe_history_B", "caches", "_weights", "_folded_bases")
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: DualModeLoraConfig, key: str = "") -> None:
         super().__init__(base_layer)
@@ -87,6 +87,7 @@ class DualModeLinear(DualModeLayer):
         self.caches: dict[str, bool] = {}  # adapter name -> whether W_0 + B_hist P_hist' is kept
         # Adapter name -> (cache key, source tensors, weight). Keeping the sources alive keeps their ids unique.
         self._weights: dict[str, tuple[tuple[Any, ...], tuple[torch.Tensor, ...], torch.Tensor]] = {}
+        self._folded_bases: dict[str, torch.Tensor] = {}  # adapter name -> the bases that were folded last
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, config, key)
 
@@ -231,13 +232,16 @@ class DualModeLinear(DualModeLayer):
 
     def repeats_bases(self, adapter: str) -> bool:
         """Return whether the current bases equal those of the modes that were folded last."""
-        current = self.dulbe_P[adapter]
-        return torch.equal(self.dulbe_history_P[adapter][:, -current.shape[1] :], current)
+        last = self._folded_bases.get(adapter)
+        if last is None:  # the adapter was loaded: a history of factors ends with the bases
+            last = self.dulbe_history_P[adapter][:, -self.dulbe_P[adapter].shape[1] :]
+        return torch.equal(last.to(self.dulbe_P[adapter].device), self.dulbe_P[adapter])
 
     @torch.no_grad()
     def fold(self, adapter: str, keep_factors: bool = False) -> None:
         """Add the current modes to the history and set B = 0. Factors that outgrow one matrix become one."""
         old, up = self.history(adapter)
+        self._folded_bases[adapter] = self.dulbe_P[adapter].clone()  # a history that is one matrix does not show them
         modes = self.dulbe_P[adapter], self.current_up(adapter).to(self.dulbe_P[adapter].dtype)
         if old is None:
             self.dulbe_history_B[adapter] = up + dense(modes)
@@ -313,6 +317,7 @@ class DualModeLinear(DualModeLayer):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Resize the history to that of the state dict, then load the values."""
         self._weights.clear()
+        self._folded_bases.clear()
         for attribute, size in (("dulbe_history_P", self.in_features), ("dulbe_history_B", self.out_features)):
             buffers = getattr(self, attribute)
             for name in list(buffers):

@@ -75,6 +75,11 @@ class DualModeLoraModel(BaseTuner):
                 f"adapter name {adapter_name!r} is empty, contains one of ./\\, or is an attribute of ParameterDict"
             )
         config = cast(DualModeLoraConfig, self.peft_config[adapter_name])
+        if config.modules_to_save and (adapter_name.startswith(PREFIX) or adapter_name in ("weight", "bias")):
+            raise ValueError(
+                f"adapter name {adapter_name!r} cannot be told from the names of tensors in a file of an adapter with "
+                f"modules_to_save: choose one that does not begin with {PREFIX!r} and is not 'weight' or 'bias'"
+            )
         tower = tower_of(type_of(model))
         check_tower(config, model, tower)
         super().inject_adapter(model, adapter_name, *args, **kwargs)

@@ -68,6 +68,15 @@ def check_targets(config: DualModeLoraConfig, model: nn.Module) -> None:
         if not isinstance(targeted, _ExcludedModule) and (targeted or every):
             _check_target(config, name, module)
             visual = visual or not in_text_tower(name)
+    in_text = [name for name, module in modules.items() if in_text_tower(name) and is_linear(module)]
+    unknown = [
+        name for name in config.text_target_modules or [] if not any(f".{key}".endswith(f".{name}") for key in in_text)
+    ]
+    if in_text and unknown and config.text_rank:
+        raise NoMatchingPeftModuleError(
+            f"text_target_modules has {unknown}, but the text tower has no linear layers with these endings; it has "
+            f"{sorted({name.rpartition('.')[2] for name in in_text})}"
+        )
     if isinstance(config.target_modules, str) and not every and not config.text_rank:
         texts = [n for n, m in modules.items() if in_text_tower(n) and is_linear(m)]
         ignored = [name for name in texts if re.fullmatch(config.target_modules, name)]

@@ -65,6 +65,8 @@ def paper_arguments(output_dir: str, **changes: object) -> TrainingArguments:
 
 def check_arguments(args: TrainingArguments, settings: dict[str, object]) -> None:
     """Raise an error if `args` ask for an unsupported option, or if one of the `settings` belongs in `args`."""
+    for name in UNSUPPORTED.keys() & settings.keys():
+        raise TypeError(f"DualModeTrainer does not support {name}: {UNSUPPORTED[name]}")
     misplaced = [name for name in settings if name in _NAMES]
     if misplaced:
         raise TypeError(f"{misplaced[0]} cannot be passed here: set {_NAMES[misplaced[0]]} of TrainingArguments")
@@ -74,10 +76,39 @@ def check_arguments(args: TrainingArguments, settings: dict[str, object]) -> Non
         raise ValueError(f"DualModeTrainer does not support {name}={value!r}: leave it out")
     if getattr(args, "train_sampling_strategy", "random") != "random":
         raise ValueError(f"train_sampling_strategy must be 'random', got {args.train_sampling_strategy!r}")
+    if args.include_for_metrics and "inputs" in args.include_for_metrics:
+        raise ValueError("DualModeTrainer does not support include_for_metrics=['inputs']: its inputs are pixels")
+    if not args.eval_do_concat_batches:
+        raise ValueError("DualModeTrainer does not support eval_do_concat_batches=False: leave it out")
+    best = args.metric_for_best_model
+    if best is not None and "text_" not in best:
+        raise ValueError(
+            f"metric_for_best_model={best!r} does not exist: during training, images are compared with the names of "
+            f"all classes, and the figures of that head are named text_loss and text_accuracy: use 'text_{best}'"
+        )
     if args.n_gpu > 1:  # one GPU, because transformers would wrap the model in DataParallel for more
         args._n_gpu = 1
     if args.device.type == "cpu":  # pinned memory is for GPUs, and torch would warn
         args.dataloader_pin_memory = False
+
+
+def check_dataset(name: str, dataset: object) -> None:
+    """Raise a `TypeError` if images would have to be read in order: the method passes over them several times."""
+    for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
+        if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
+            raise TypeError(
+                f"{name} must have a length and items, because its images are read several times in another order, "
+                f"got a {type(part).__name__}: put its items into a list"
+            )
+
+
+# Arguments of transformers' Trainer that this loop does not support -> what to do instead.
+UNSUPPORTED = {
+    "data_collator": "batches are made of the learner's pixels; change images in the data set",
+    "model_init": "pass a model; make a new trainer for each trial",
+    "compute_loss_func": "write a strategy, or a loop of your own (docs/by-hand.md)",
+    "preprocess_logits_for_metrics": "change the predictions in compute_metrics",
+}
 
 
 def learner_settings(args: TrainingArguments, settings: dict[str, object]) -> dict[str, Any]:

@@ -137,6 +137,15 @@ def test_folding_nothing_or_repeating_bases_warns(tiny_clip):
     assert model.history_rank == 12
 
 
+def test_repeated_bases_warn_when_the_history_is_one_matrix(tiny_clip):
+    model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(residual_rank=12, support_rank=4)), 4)
+    model.fold_task()
+    assert all(layer.history_rank("default") == -1 for layer in model.dual_mode_layers().values())
+    randomise(model.shared_parameters())
+    with pytest.warns(UserWarning, match="what the previous task learned is not protected"):
+        model.fold_task()
+
+
 def test_history_rank_is_read_from_the_file_not_the_configuration(tiny_clip, tmp_path):
     model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)), 3)
     model.save_pretrained(tmp_path)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from adapted_clip import CONFIG, IDS, PIXELS, image_features, learned, outputs, random_modes, randomise
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.helpers import disable_input_dtype_casting
 from safetensors.torch import load_file, save_file
 from tiny_encoders import make_model
 from torch import nn
@@ -484,3 +485,36 @@ def test_tensor_image_with_bytes_as_floats_warns():
     pixel_values(None, 3 * torch.randn(3, 8, 8).clamp(-1, 1))
     with pytest.warns(UserWarning, match="values up to 255, but it must be preprocessed"):
         pixel_values(None, torch.linspace(0, 255, 192).view(3, 8, 8))
+
+
+# ---------------------------------------------------------------- names and settings
+
+
+@pytest.mark.parametrize("name", ["dulbe_x", "dulbe_P", "weight", "bias"])
+def test_names_that_a_file_could_not_tell_from_tensors_are_refused(tiny_clip, name):
+    config = DualModeLoraConfig(**CONFIG, modules_to_save=["visual_projection"])
+    with pytest.raises(ValueError, match=f"adapter name '{name}' cannot be told from"):
+        get_peft_model(tiny_clip(), config, adapter_name=name)
+    get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG), adapter_name=name)  # without such modules it can
+
+
+def test_sum_with_an_unsuitable_name_leaves_nothing(model, tmp_path):
+    before = outputs(model)
+    with pytest.raises(ValueError, match=r"adapter name 'a\.b'"):
+        model.add_weighted_adapter(["default"], [1.0], "a.b", "cat")
+    assert set(model.peft_config) == {"default"} and all(map(torch.equal, outputs(model), before))
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / "a.b").exists()
+
+
+def test_text_targets_that_name_nothing_are_refused(tiny_clip):
+    with pytest.raises(ValueError, match=r"text_target_modules has \['nope'\], .* it has \['fc1', 'fc2', 'k_proj'"):
+        adapted(tiny_clip(), text_target_modules=["fc1", "nope"])
+    with pytest.raises(ValueError, match="text_target_modules is an empty list: .* or text_rank=0"):
+        DualModeLoraConfig(text_target_modules=[])
+
+
+def test_casting_of_inputs_may_be_disabled_as_for_other_methods(model):
+    expected = outputs(model)
+    with disable_input_dtype_casting(model):
+        assert all(map(torch.equal, outputs(model), expected))

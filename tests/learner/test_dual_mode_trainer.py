@@ -352,13 +352,13 @@ def test_half_precision_trains_float32_weights(tasks, tmp_path):
 def test_trainer_evaluates_every_epoch_and_loads_the_best(base, tasks, tmp_path):
     """Evaluation uses the texts of old and new classes, because the head does not know the new classes yet."""
     every_epoch = {"eval_strategy": "epoch", "save_strategy": "epoch", "lr_scheduler_type": "constant"}
-    every_epoch |= {"load_best_model_at_end": True, "metric_for_best_model": "first"}
+    every_epoch |= {"load_best_model_at_end": True, "metric_for_best_model": "text_first"}
     trainer = trainer_of(base, tmp_path, {**PROMPT, "eval_dataset": tasks[0].test}, **every_epoch)
     trainer.compute_metrics = lambda prediction: accuracy(prediction) | {"first": -trainer.state.global_step}
     with pytest.raises(ValueError, match="no task has been learned yet"):
         trainer.evaluate()
     learn(trainer, tasks[:1])
-    accuracies = [entry["eval_accuracy"] for entry in trainer.state.log_history if "eval_accuracy" in entry]
+    accuracies = [entry["eval_text_accuracy"] for entry in trainer.state.log_history if "eval_text_accuracy" in entry]
     assert len(accuracies) == 2 and all(0.5 <= value <= 1 for value in accuracies)
     once = trainer_of(base, tmp_path / "once", max_steps=3, lr_scheduler_type="constant")
     assert_equal(trainer.learner, learn(once, tasks[:1]).learner)  # the state after the first epoch was the best
@@ -382,6 +382,38 @@ def test_unsupported_training_arguments_are_refused(base, tmp_path):
     several = arguments(tmp_path)
     several._n_gpu = 2
     assert DualModeTrainer(adapted(base)[0], several, processing_class=base[1]).args.n_gpu == 1
+
+
+def test_what_cannot_act_is_refused_by_name_and_later_changes_are_used(base, tasks, tmp_path):
+    for name, value in (("data_collator", list), ("model_init", list), ("compute_loss_func", len)):
+        with pytest.raises(TypeError, match=f"does not support {name}: "):
+            trainer_of(base, tmp_path, {name: value})
+    with pytest.raises(TypeError, match="does not support preprocess_logits_for_metrics: change the predictions"):
+        trainer_of(base, tmp_path, {"preprocess_logits_for_metrics": max})
+    for name in ("train_dataset", "eval_dataset"):
+        with pytest.raises(TypeError, match=f"{name} must have a length and items.*got a generator"):
+            trainer_of(base, tmp_path, {name: (row for row in [])})
+    for fields, words in (
+        ({"include_for_metrics": ["inputs"]}, "include_for_metrics"),
+        ({"eval_do_concat_batches": False}, "eval_do_concat_batches=False"),
+        ({"metric_for_best_model": "accuracy"}, "use 'text_accuracy'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            trainer_of(base, tmp_path, **fields)
+    trainer = trainer_of(base, tmp_path, max_steps=1)
+    with pytest.raises(ValueError, match="train_dataset is missing"):
+        trainer.train()
+    assert trainer.callback_handler.processing_class is trainer.learner.processor
+    trainer.args.learning_rate = 2e-4
+    learn(trainer, tasks[:1])
+    assert trainer.learner.args.learning_rate == 2e-4
+    trainer.save_model(tmp_path / "saved")
+    assert (
+        ClassIncrementalLearner.from_pretrained(tmp_path / "saved", copy.deepcopy(base[0])).args.learning_rate == 2e-4
+    )
+    trainer.data_collator = list
+    with pytest.raises(ValueError, match="data_collator cannot be changed"):
+        trainer.train()
 
 
 def test_trained_adapter_is_refused_without_its_learner(tmp_path):
