@@ -270,6 +270,22 @@ def test_unreliable_doubts_come_with_a_warning(trial, advice):
     assert _reliability(trial)[1:] == [advice]
 
 
+def test_item_with_a_wrong_label_is_found_if_its_views_are_left_out_together():
+    """Eight items of each class with five views each; without groups, the views of the wrong item vouch for it."""
+    generator = np.random.default_rng(0)
+    centres = np.repeat(np.eye(3, 16) * 3, 8, axis=0) + generator.normal(size=(24, 16))
+    features = np.repeat(centres, 5, axis=0) + 0.05 * generator.normal(size=(120, 16))
+    features = (features / np.linalg.norm(features, axis=1, keepdims=True)).astype(np.float32)
+    labels, groups = np.repeat([0, 1, 2], 40), np.repeat(np.arange(24), 5)
+    labels[:5] = 1
+    wrong = set(range(5))
+    assert not wrong & {doubt.image for doubt in doubtful_labels(features, labels, None, 10.0)}
+    doubts = doubtful_labels(features, labels, None, 10.0, groups)
+    assert wrong <= {doubt.image for doubt in doubts} and all(d.predicted == 0 for d in doubts if d.image in wrong)
+    alone = np.where(np.arange(120) < 5, 0, np.where(labels == 1, 1, 2))  # a class of one item cannot be left out
+    assert not {doubt.image for doubt in doubtful_labels(features, alone, None, 10.0, groups)} & wrong
+
+
 def test_check_lists_and_shows_doubtful_labels(digit_folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
     doubted = shutil.copytree(digit_folders(4, 12, 4), tmp_path / "photos")
