@@ -19,6 +19,8 @@ from .registry import register_classifier as register_classifier
 from .registry import spec as spec
 from .ridge import RidgeClassifier as RidgeClassifier
 from .rule import Rule as Rule
+from .state import Fitted as Fitted
+from .state import once as once
 from .state import per_class as per_class
 from .state import shared as shared
 from .text import TextClassifier as TextClassifier

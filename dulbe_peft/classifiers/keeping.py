@@ -148,11 +148,7 @@ class Kept(nn.Module):
     @property
     def nbytes(self) -> int:
         """Size of the tensors in bytes."""
-        return self.nbytes_with(len(self._class_names))
-
-    def nbytes_with(self, classes: int) -> int:
-        """Return the size of the tensors in bytes for a number of classes, each with as many rows as at present."""
-        return self.state.nbytes(classes)
+        return self.state.nbytes(len(self._class_names))
 
     def fork(self) -> Self:
         """Return a copy that shares the tensors, and can learn without changing this module."""

@@ -6,13 +6,25 @@
         power: Positive = 2.0            settings, whose types say which values are allowed
         name = "mine"
 
+        can = frozenset({"merge"})       what it can besides learning new classes, see `ABILITIES`
+
         tensors                          which tensors are kept: `per_class` (one row per class) and `shared`
         added                            new values of the tensors after learning further images
         scores                           unit features to scores
-        fitted                           what follows from the tensors and is computed once, if anything takes long
         formula                          the scores in plain PyTorch, if they are not linear in the features
 
 A rule holds settings only. Its functions take the tensors as a `State`, and return new ones without changing anything.
+What follows from the tensors and takes long is a property of a `Fitted`, and is computed once:
+
+    class Mine(Fitted):
+        rule: MineRule
+
+        @once
+        def weight(self) -> Tensor: ...  of self.rule and self.state
+
+    def fitted(self, state): return Mine.of(self, state)                                of the rule
+    def scores(self, state, images): return images @ self.fitted(state).weight.T
+
 `Classifier` does everything else, and `classifier_of(MineRule)` is its class for this rule.
 """
 

@@ -204,7 +204,7 @@ def overhead_rows(classes: int = 100) -> list[dict[str, Any]]:
         rows.append(common.value_row(f"occupation statistics, {name}, {where}", size, "MiB"))
     for name in ("bridge", "rapf"):
         classifier = make_classifier(name, 512)
-        kept = (classifier.nbytes_with(classes) - 4 * classes * 512) / 2**20
+        kept = (classifier.state.nbytes(classes) - 4 * classes * 512) / 2**20
         rows.append(common.value_row(f"{name}: kept of {classes} classes beside their texts", kept, "MiB"))
     return rows
 

@@ -164,7 +164,7 @@ def test_one_image_per_class_is_enough(name):
     spec = "linear_head:epochs=50,learning_rate=0.01" if name == "linear_head" else name  # one step an epoch
     classifier = learned(spec, per_class=1)
     assert classifier.temperature == 1.0 or name == "bayes"
-    assert classifier.nbytes == learned(spec, range(2), per_class=1).nbytes_with(CLASSES)
+    assert classifier.nbytes == learned(spec, range(2), per_class=1).state.nbytes(CLASSES)
     accuracy = (classifier(digits.tests).argmax(dim=1) == digits.truth).double().mean()
     assert accuracy > 0.4
     torch.testing.assert_close(classifier.probabilities(digits.tests).sum(dim=1), torch.ones(len(digits.tests)))

@@ -260,7 +260,7 @@ def test_forgetting_the_last_class_of_a_task_drops_its_row(name, buffer, shared,
     classifier.forget_class("b")
     assert torch.equal(getattr(classifier, buffer), rows[[0, 2, 3]]) and classifier.task.tolist() == [0, 1, 2]
     row = 4 * 2 * DIM + 2 * 8  # two vectors and two integers per class
-    assert classifier.nbytes_with(30) == 4 * shared + 30 * (row + 4 * per_task)  # each task has one class
+    assert classifier.state.nbytes(30) == 4 * shared + 30 * (row + 4 * per_task)  # each task has one class
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)

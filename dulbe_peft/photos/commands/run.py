@@ -153,7 +153,7 @@ def describe(setup: Setup) -> None:
         return
     total = sum(len(task.class_names) for task in setup.tasks)
     for name, classifier in setup.learner.classifiers.items():
-        print(f"classifier {name}: {classifier.nbytes_with(total) / 2**20:.2f} MiB with {counted(total, 'class')}")
+        print(f"classifier {name}: {classifier.state.nbytes(total) / 2**20:.2f} MiB with {counted(total, 'class')}")
 
 
 def _describe_model(model: Any, strategy: Any) -> None:
