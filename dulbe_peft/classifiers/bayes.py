@@ -299,12 +299,14 @@ class Choice(Fitted):
 
         n L(kappa, rho, T, w) + log(kappa / usual)^2 / 2 + log(rho / 0.3)^2 / 2 + log(T / usual)^2 / 2 + v(w)
 
-    where L is the mean log-loss of left-out images at the temperature T if a share w of the labels is wrong, and n is
-    their effective number: a pseudo-likelihood with log-normal priors, whose standard deviation is a factor of e, and
-    with the penalty v of `calibration.penalties`. T is also the temperature of `probabilities`. Up to 256 images of
-    each task or update are scored against all classes seen so far. A loss has the weight C / n_c, so all classes have
-    the same weight, and later tasks weigh more than earlier ones. The usual kappa follows from how well the texts
-    alone predict the labels, and the usual T from the temperatures of images and of texts.
+        L: mean of -log((1 - w) p + w (1 - p) / (C - 1)), with p = softmax(score / T) of the label of a left-out image
+        v: -log(1 - w), and log(n) / 2 more if w > 0                          n: the effective number of these images
+
+    This is a pseudo-likelihood, if a share w of the labels is wrong, with log-normal priors, whose standard deviation
+    is a factor of e. T is also the temperature of `probabilities`. Up to 256 images of each task or update are scored
+    against all classes seen so far; `BayesRule.judged` adds their losses to the tables. A loss has the weight C / n_c,
+    so all classes have the same weight, and later tasks weigh more than earlier ones. The usual kappa follows from how
+    well the texts alone predict the labels, and the usual T from the temperatures of images and of texts.
 
     With few images, the choice stays near the usual kappa and rho. If no image was left out, no random features are
     used, and kappa, rho and T are the usual ones. If no class has two images, the covariance is the same for every
@@ -402,10 +404,12 @@ class Choice(Fitted):
         return max(1.0, weight * self.scale / slope) if slope and weight else 1.0
 
     def usual_temperatures(self, features: int, rho: float, kappas: Sequence[float]) -> list[float]:
-        """Return T for each kappa if no image can be left out.
+        """Return the usual T, which is T if no image can be left out, for each kappa.
 
-        The errors of the images' and of the texts' scores add up like random errors with `Fit.correlation`. The
-        images have the temperature `IMAGE_TEMPERATURE`. If no class has two images, it follows `Fit.spread` instead:
+            T^2 = (s I)^2 + ((1 - s) J)^2 + 2 r s I (1 - s) J          s = n / (n + kappa): the weight of the images
+
+        The errors of the images' scores, I, and of the texts', J = a / `scale`, add up like random errors with the
+        correlation r. a is the factor of the texts that suits the images best. The images have the temperature `IMAGE_TEMPERATURE`. If no class has two images, it follows `Fit.spread` instead:
         T^2 is the mean of `LONE_SPREAD`^2 spread^2 / d over the C (C - 3) / 2 pairs of classes that can differ, and of
         `PAIRS` pairs with `IMAGE_TEMPERATURE`^2.
         """
@@ -450,7 +454,7 @@ class Choice(Fitted):
 
     @once
     def best_temperature(self) -> float:
-        """T, between the values of `TEMPERATURES` by a parabola through the nearest three."""
+        """T: where `losses` are smallest for the chosen settings, by a parabola through the nearest three values."""
         rule, (kappa, rho, features, _) = self.rule, self.mode
         if not float(self.state.judged[0]):
             return self.usual_temperatures(features, rho, [kappa])[0]

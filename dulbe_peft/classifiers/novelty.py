@@ -199,23 +199,35 @@ def judged(
         return signs(evidence, kept, None if texts is None else without(texts[rows], gone[rows]))
 
     each = torch.ones_like(missed), missed
-    both = [of(*side) for side in zip(each, (known, unknown), (other, here), strict=True)]
-    weights = [shares[rows] / shares[rows].sum() / 2 for rows in each]
-    means = [2 * part @ values for part, values in zip(weights, both, strict=True)]
-    away = torch.cat(both) - sum(means) / 2
+    sides = zip(each, (known, unknown), (other, here), strict=True)
+    both = [(of(*side), shares[side[0]], *_rows(side[0], row_groups)) for side in sides]
+    return (*before, recorded(before, both, len(chosen), classes, several))[-KEPT:]
+
+
+def recorded(
+    before: Sequence[TaskNovelty],
+    both: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+    images: int,
+    classes: int,
+    several: bool,
+) -> TaskNovelty:
+    """Return the record of a task from the signs, (n, 3), shares and groups, (n,), of known and of unknown images.
+
+    Without `several` images of any class, novelties and area stay unknown.
+    """
+    weights = [shares / shares.sum() / 2 for _, shares, _ in both]
+    means = [2 * part @ values for part, (values, *_) in zip(weights, both, strict=True)]
+    away = torch.cat([values for values, *_ in both]) - sum(means) / 2
     products = (torch.cat(weights)[:, None] * away).T @ away
     fields = {name: tuple(part.flatten().tolist()) for name, part in zip(SIGNS, (*means, products), strict=True)}
-    task = TaskNovelty(images=len(chosen), classes=classes, **fields)  # type: ignore[arg-type]
-    if several:
-        combined = weights_of((*before, task)).to(unknown)
-        known, unknown = (
-            evenly(values @ combined, shares[rows], *_rows(rows, row_groups))
-            for rows, values in zip(each, both, strict=True)
-        )
-        area = (unknown[:, None] > known).double().mean() + (unknown[:, None] == known).double().mean() / 2
-        kept = {"novelties": tuple(known.tolist()), "unfamiliar": tuple(unknown.tolist())}
-        task = task.model_copy(update={**kept, "area": float(area)})
-    return (*before, task)[-KEPT:]
+    task = TaskNovelty(images=images, classes=classes, **fields)  # type: ignore[arg-type]
+    if not several:
+        return task
+    combined = weights_of((*before, task)).to(away)
+    known, unknown = (evenly(values @ combined, shares, groups) for values, shares, groups in both)
+    area = (unknown[:, None] > known).double().mean() + (unknown[:, None] == known).double().mean() / 2
+    kept = {"novelties": tuple(known.tolist()), "unfamiliar": tuple(unknown.tolist())}
+    return task.model_copy(update={**kept, "area": float(area)})
 
 
 def _rows(chosen: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
