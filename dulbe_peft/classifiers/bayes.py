@@ -406,12 +406,13 @@ class Choice(Fitted):
     def usual_temperatures(self, features: int, rho: float, kappas: Sequence[float]) -> list[float]:
         """Return the usual T, which is T if no image can be left out, for each kappa.
 
-            T^2 = (s I)^2 + ((1 - s) J)^2 + 2 r s I (1 - s) J          s = n / (n + kappa): the weight of the images
+            T^2 = (s I)^2 + ((1 - s) J)^2 + 2 r s I (1 - s) J          s = h / (h + kappa), the weight of the images
 
-        The errors of the images' scores, I, and of the texts', J = a / `scale`, add up like random errors with the
-        correlation r. a is the factor of the texts that suits the images best. The images have the temperature `IMAGE_TEMPERATURE`. If no class has two images, it follows `Fit.spread` instead:
-        T^2 is the mean of `LONE_SPREAD`^2 spread^2 / d over the C (C - 3) / 2 pairs of classes that can differ, and of
-        `PAIRS` pairs with `IMAGE_TEMPERATURE`^2.
+        where h is the harmonic mean of the n_c. The errors of the images' scores, I, and of the texts', J = a /
+        `scale`, add up like random errors with the correlation r. a is the factor of the texts that suits the images
+        best. I is `IMAGE_TEMPERATURE`. If no class has two images, it follows `Fit.spread` instead: I^2 is the mean of
+        `LONE_SPREAD`^2 spread^2 / d over the C (C - 3) / 2 pairs of classes that can differ, and of `PAIRS` pairs with
+        `IMAGE_TEMPERATURE`^2.
         """
         fit, by_images, by_texts, common, found = self.fit(features), IMAGE_TEMPERATURE, 0.0, 0.0, []
         if fit.lone:
