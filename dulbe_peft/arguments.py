@@ -118,9 +118,7 @@ class AdapterSettings:
 @documented
 @dataclass(frozen=True)
 class LearnerArguments:
-    """Settings of [`ClassIncrementalLearner`]. The defaults are the paper's, except for `drift`.
-
-    For a model smaller than the paper's, the default of `learning_rate` is lower than the paper's.
+    """Settings of [`ClassIncrementalLearner`]. The defaults are the paper's, except for `drift` and `update_share`.
 
     Raises:
         ValueError, TypeError: If a value is outside its limits, or has the wrong type; the message names the field.
@@ -134,8 +132,14 @@ class LearnerArguments:
     eval_batch_size: Annotated[int, Ge(1)] = setting(64, "Images encoded at once.")
     learning_rate: Annotated[float, Ge(LEAST), Le(1e4)] | Literal["auto"] = setting(
         "auto",
-        "Adam's learning rate at the start of a task. auto: the paper's 1e-3 for a model at least as wide as ViT-B; "
-        "for a smaller model 1e-4, or less if a trial on the first task changes the features much.",
+        "Adam's learning rate at the start of a task. auto: the rate that was published with the strategy, or else "
+        "1e-3, the paper's.",
+    )
+    update_share: Annotated[float, Ge(0), Le(1)] | Literal["auto"] = setting(
+        "auto",
+        "How much of what a task has changed is kept when it ends; the paper keeps all, 1. auto: chosen after the "
+        "training, from the share of the task's images for which the names were wrong before, and from how far the "
+        "features of these images have moved.",
     )
     lr_schedule: Literal["step", "epoch"] = setting(
         "step", "Cosine schedule. step: to 0, updated at every step; epoch: to 0.01 of the rate, updated every epoch."

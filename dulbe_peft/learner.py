@@ -33,12 +33,12 @@ from dulbe_peft.metrics.results import Results
 from dulbe_peft.strategies.base import Memory, Strategy
 from dulbe_peft.training import preparing, updating
 from dulbe_peft.training.estimating import estimates_of
-from dulbe_peft.training.learning_rate import MakeTrainer, with_rate
 from dulbe_peft.training.locking import TakesTurns, Turns, takes_turn
 from dulbe_peft.training.state import Estimate, LearnerState
-from dulbe_peft.training.task_trainer import Log, TaskRecord, TaskTrainer, train_task
+from dulbe_peft.training.task_trainer import Log, MakeTrainer, TaskRecord, TaskTrainer, train_task
 from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.profiling import Profile
+from dulbe_peft.utils.settings import check_number
 from dulbe_peft.utils.torch_settings import default_torch_settings, seeded_randomness
 
 
@@ -158,7 +158,6 @@ class ClassIncrementalLearner(TakesTurns):
         state, images = preparing.checked_task(self.state, self.encoder, dataset, class_names, class_texts or {})
         self.profile.clear()
         with self.transaction(), seeded_randomness(self.args.seed, len(state.tasks)):
-            state = with_rate(trainer, state, self.encoder, images)
             self.state, self.record, self.closing = train_task(trainer(state, self.encoder, images, self.log))
 
     # ------------------------------------------------------------------ changing without training
@@ -181,6 +180,25 @@ class ClassIncrementalLearner(TakesTurns):
         """
         dataset = dataset if groups is None else labelled_images(dataset).grouped(groups)
         self.state = updating.update_classes(self.state, self.encoder, dataset, class_names)
+
+    @takes_turn
+    def keep(self, share: float) -> None:
+        """Make `scaled(share)` permanent: the model becomes W_0 + share * dW in both towers, also when it is saved.
+
+        The names of all classes are encoded again. Classifiers that keep statistics of images keep them, and so does
+        the strategy, because no image is stored; there is a warning. `update_share` keeps a share of each task
+        instead, before the classifiers learn it.
+
+        Raises:
+            ValueError: If `share` is not in [0, 1], nothing was trained, the adapter has `modules_to_save`, or a share
+                of the strategy's update is not defined. Nothing is changed then.
+
+        Example:
+            >>> learner.keep(0.5)  # doctest: +SKIP
+        """
+        check_number("share", share, least=0, most=1)
+        with self.transaction():
+            self.state = updating.keep(self.state, self.encoder, float(share))
 
     @takes_turn
     def forget_class(self, name: str) -> None:

@@ -13,7 +13,8 @@ from dulbe_peft.photos.commands.main import commands, main
 from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.strategies import make_strategy
 
-QUICK = {"epochs": 1, "batch_size": 4, "learning_rate": 1e-3, "device": "cpu", "progress": False, "pixel_cache_mb": 0}
+QUICK = {"epochs": 1, "batch_size": 4, "learning_rate": 1e-3, "update_share": 1.0, "device": "cpu", "progress": False}
+QUICK |= {"pixel_cache_mb": 0}
 MACHINE = ["--device", "cpu", "--no-progress"]
 
 

@@ -17,12 +17,24 @@ from torch import nn
 from dulbe_peft.adapter.linear import add_updates
 
 _FORWARD = nn.Linear.forward
+Pair = tuple[torch.Tensor, torch.Tensor]  # P or A, and B
 
 
 def quantization(layer: nn.Module) -> Any:
     """Return PEFT's backend for a quantised layer, or None for any other layer."""
     # PEFT needs torchao's function only to merge, and quantised layers are never merged here.
     return resolve_quantization_backend(layer, get_apply_tensor_subclass=object)
+
+
+def between(share: float, before: Pair, after: Pair) -> Pair:
+    """Return the pair of factors, P and B, that lies `share` of the way from `before` to `after`.
+
+    If the update was zero before, that is `share` times the update after, exactly.
+    """
+    if not before[1].any():
+        return after[0], share * after[1]
+    down, up = (old.to(new).lerp(new, share) for old, new in zip(before, after, strict=True))
+    return down, up
 
 
 def is_linear(layer: nn.Module) -> bool:
@@ -54,7 +66,9 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
 
     Subclasses define `updates(adapter)`, the whole update as factors; `get_delta_weight(adapter, dtype)`, the same
     update as a matrix, (d_out, d_in), in `dtype` or a wider type; `scaled(adapter, scale)`, a context manager inside
-    which the layer uses W_0 + scale * dW; and `acts_as_saved`.
+    which the layer uses W_0 + scale * dW; `acts_as_saved`; `scale_update(adapter, scale)`, which multiplies dW;
+    `copied(adapter)`, copies of what a task changes; and `keep_share(adapter, share, begun)`, which keeps a share of
+    the change since these copies.
     """
 
     if TYPE_CHECKING:  # PEFT's base class carries no types

@@ -1,4 +1,4 @@
-"""What is kept of the beginning of an adapter's task: whether it was planned, and the modules that it trains whole."""
+"""What is kept of the beginning of an adapter's task: whether it was planned, and what it changes."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -19,6 +19,8 @@ class Beginning:
     planned: bool = True  # False: the bases are the random ones with which the adapter was created
     # Copies of the adapter's `modules_to_save` in the vision tower, by name; None if they are not known.
     modules: dict[str, nn.Module] | None = field(default=None)
+    # Each layer's `copied`, by name; None if it is not known.
+    layers: dict[str, Any] | None = field(default=None)
 
 
 def trained_modules(model: nn.Module, adapter: str) -> dict[str, Any]:

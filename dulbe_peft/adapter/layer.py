@@ -42,7 +42,7 @@ import torch
 from peft.tuners._buffer_dict import BufferDict
 from torch import nn
 
-from dulbe_peft.adapter.base import DualModeLayer, temporarily
+from dulbe_peft.adapter.base import DualModeLayer, Pair, between, temporarily
 from dulbe_peft.adapter.config import DENSE, DualModeLoraConfig
 from dulbe_peft.adapter.linear import Update, Updates, add_updates, dense, is_consistent, joined, updated_linear
 from dulbe_peft.utils.tensors import has_values, identity
@@ -209,6 +209,12 @@ class DualModeLinear(DualModeLayer):
         held = None if self._held is None or not self.plain else self.folded_weight(adapter).detach()
         return temporarily(self, "_held", held if held is None else _Held(adapter, held, as_saved=True))
 
+    @torch.no_grad()
+    def scale_update(self, adapter: str, scale: float) -> None:
+        """Multiply B and B_hist, and so the whole update, by `scale`."""
+        self.set_up_projections(adapter, scale * self.current_up(adapter))
+        self.dulbe_history_B[adapter] = scale * self.dulbe_history_B[adapter]
+
     def resting(self, adapter: str) -> AbstractContextManager[None]:
         """Leave out the current modes while the block runs, so that only the history acts."""
         return temporarily(self, "_held", (self._held or _Held(adapter))._replace(modes=list))
@@ -229,6 +235,26 @@ class DualModeLinear(DualModeLayer):
     def acts_as_saved(self) -> bool:
         resting = self._held is not None and self._held.modes is list
         return not self.is_replaced and not (resting and self.is_trained(self._held.adapter))
+
+    def copied(self, adapter: str) -> tuple[Pair, Pair]:
+        """Return copies of P and B, and the present history, which is never changed in place."""
+        modes = self.dulbe_P[adapter].detach().clone(), self.current_up(adapter).detach().clone()
+        return modes, (self.dulbe_history_P[adapter], self.dulbe_history_B[adapter])
+
+    @torch.no_grad()
+    def keep_share(self, adapter: str, share: float, begun: tuple[Pair, Pair]) -> None:
+        """Move modes and history to `share` of the way from `begun`, what `copied` returned."""
+        modes, (old_down, old_up) = begun
+        down, up = between(share, modes, (self.dulbe_P[adapter], self.current_up(adapter)))
+        self.dulbe_P[adapter].copy_(down)
+        self.set_up_projections(adapter, up)
+        down, up = self.dulbe_history_P[adapter], self.dulbe_history_B[adapter]
+        old_down, old_up = old_down.to(down), old_up.to(up)
+        if torch.equal(up, old_up) and torch.equal(down, old_down):
+            return
+        # A strategy has changed the history itself, as one that trains single weights does.
+        old = dense((old_down if old_down.shape[1] == old_up.shape[1] else None, old_up))
+        self.set_history(adapter, down[:, :0], old.lerp(dense(self.history(adapter)), share))
 
     def repeats_bases(self, adapter: str) -> bool:
         """Return whether the current bases equal those of the modes that were folded last."""

@@ -88,7 +88,11 @@ class DualModeLoraModel(BaseTuner):
         warn_of_another_base(config, model)
 
     def _first_beginning(self, adapter: str) -> Beginning:
-        return Beginning(planned=not cast(DualModeLoraConfig, self.peft_config[adapter]).init_weights)
+        planned = not cast(DualModeLoraConfig, self.peft_config[adapter]).init_weights
+        return Beginning(planned, layers=self._copied_layers(adapter))
+
+    def _copied_layers(self, adapter: str) -> dict[str, Any]:
+        return {name: layer.copied(adapter) for name, layer in layers_of(self.model, adapter).items()}
 
     def delete_adapter(self, adapter_name: str) -> None:
         for layer in self._layers():
@@ -303,7 +307,7 @@ class DualModeLoraModel(BaseTuner):
         copy_from_main(layer.dulbe_P[adapter] for layer in layers.values())
         self.save_beginning()
 
-    def fold_task(self, keep_factors: bool = False) -> None:
+    def fold_task(self, keep_factors: bool = False, share: float = 1.0) -> None:
         """Add the current modes to the history, dW = B_S P_S' + B_R P_R', and set B = 0.
 
         There is a warning if B is already 0, because the adapter was not trained or has already been folded, and if it
@@ -311,12 +315,20 @@ class DualModeLoraModel(BaseTuner):
 
         Args:
             keep_factors: Keep the history as factors even if one matrix would take less memory.
+            share: How much of what the task changed is kept, in [0, 1]; see `keep_share`. 1 keeps all of it.
+
+        Raises:
+            ValueError: If `share` is not in [0, 1], an adapter is merged or disabled, a block such as `scaled` is
+                running, or `keep_share` refuses. Nothing is changed then.
 
         Reference:
-            Section "Subspace-Frozen Parameterization", the task's update.
+            Section "Subspace-Frozen Parameterization", the task's update. `share`: Wortsman et al., "Robust
+            fine-tuning of zero-shot models", 2022.
         """
+        check_number("share", share, least=0, most=1)
         self.check_state("fold_task")
         self._warn_of_random_bases()
+        self.keep_share(share)
         if not self.fold_if_trained(keep_factors):
             warnings.warn(
                 "fold_task has nothing to fold: no mode was trained since the last task was folded or begun",
@@ -331,6 +343,32 @@ class DualModeLoraModel(BaseTuner):
                 "this task was trained in random bases, which were not planned: call begin_task before each task",
                 stacklevel=3,
             )
+
+    def keep_share(self, share: float) -> None:
+        """Keep only a share of what the task has changed since it began, in both towers.
+
+        The modes become share * B, so that share * dW joins the history. What goes on from task to task, as the LoRA
+        of the text tower does, moves back to B_0 + share (B - B_0), and A likewise, unless B_0 is 0.
+
+        Raises:
+            ValueError: If `share` is not in [0, 1], the adapter has `modules_to_save`, or it is not known how the task
+                began, because the adapter was loaded since. Nothing is changed then.
+        """
+        check_number("share", share, least=0, most=1)
+        self.check_state("keep_share")
+        if share == 1:
+            return
+        adapter = self.adapter_name
+        if self.active_config.modules_to_save:
+            raise ValueError("the adapter has modules_to_save, and whole modules cannot be scaled: use share=1")
+        begun = self._beginnings[adapter].layers
+        if begun is None:
+            raise ValueError(
+                "it is not known how this task began, because the adapter was loaded or replaced since: call "
+                "begin_task before the training, or use share=1"
+            )
+        for name, layer in layers_of(self.model, adapter).items():
+            layer.keep_share(adapter, share, begun[name])
 
     def fold_if_trained(self, keep_factors: bool = False) -> bool:
         """Call `fold_task` without its warnings, and return whether there was anything to fold."""
@@ -374,8 +412,9 @@ class DualModeLoraModel(BaseTuner):
         return _all_of([*resting, replaced(wrappers, adapter, beginning), inside])
 
     def save_beginning(self) -> None:
-        """Copy the `modules_to_save` of the vision tower, for `previous_task` to use later."""
-        self._beginnings[self.adapter_name] = Beginning(modules=copied_modules(self.model, self.adapter_name))
+        """Copy what a task changes, for `previous_task` and `keep_share` to use later."""
+        name = self.adapter_name
+        self._beginnings[name] = Beginning(True, copied_modules(self.model, name), self._copied_layers(name))
 
     def _forget_weights(self) -> None:
         for layer in self._layers():
@@ -423,6 +462,23 @@ class DualModeLoraModel(BaseTuner):
         if scale != 1 and self.active_config.modules_to_save:
             raise ValueError("the adapter has modules_to_save, and whole modules cannot be scaled: use scale=1")
         return _all_of(layer.scaled(adapter, scale) for layer in layers_of(self.model, adapter).values())
+
+    def keep(self, share: float) -> None:
+        """Make `scaled(share)` permanent, between two tasks: the adapter's whole update becomes share * dW.
+
+        Raises:
+            ValueError: If `share` is not in [0, 1], an adapter is merged or disabled, the adapter has
+                `modules_to_save`, or a block such as `scaled` is running. Nothing is changed then.
+        """
+        check_number("share", share, least=0, most=1)
+        self.check_state("keep")
+        if share != 1 and self.active_config.modules_to_save:
+            raise ValueError("the adapter has modules_to_save, and whole modules cannot be scaled: use share=1")
+        adapter = self.adapter_name
+        for layer in layers_of(self.model, adapter).values():
+            layer.scale_update(adapter, share)
+        self._forget_weights()
+        self._beginnings[adapter].layers = self._copied_layers(adapter)
 
     @contextmanager
     def trained_bases(self, names: Iterable[str] | None = None) -> Iterator[list[torch.Tensor]]:

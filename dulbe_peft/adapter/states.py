@@ -95,6 +95,8 @@ REFUSED: dict[str, Sequence[str]] = {
     "begin_task": _BETWEEN_TASKS,
     "fold_task": _BETWEEN_TASKS,
     "fold_if_trained": _BETWEEN_TASKS,
+    "keep_share": _BETWEEN_TASKS,
+    "keep": _BETWEEN_TASKS,
     "merge_adapter": _MERGE,
     "merge_and_unload": _MERGE,
     "collect_statistics": ("sharded", "altered", "mixed", "disabled"),

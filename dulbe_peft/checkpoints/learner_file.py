@@ -52,4 +52,6 @@ def describe(state: LearnerState, local: bool) -> LearnerFile:
 
 def read(folder: Path) -> LearnerFile:
     """Read the file in a folder, inside of `load_errors`."""
-    return read_record(folder / LEARNER_FILE, LearnerFile)
+    record = read_record(folder / LEARNER_FILE, LearnerFile)
+    record.arguments.setdefault("update_share", 1.0)  # learners without it have kept all of each task's update
+    return record

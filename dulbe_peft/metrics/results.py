@@ -38,6 +38,7 @@ class TaskFacts(_Part):
 
     images: dict[str, int] = {}
     learning_rate: float | None = None
+    update_share: float | None = None
     loss: list[float] = []
     shared_capture: float | None = None
     residual_capture: float | None = None
@@ -64,6 +65,13 @@ class Cost(Record):
         return 100 * (self.lost - self.gained) / self.images
 
 
+class Kept(Record):
+    """After how many tasks `ClassIncrementalLearner.keep` kept which share of the model's whole update."""
+
+    after: Count
+    share: Fraction
+
+
 class Results(_Part):
     """The whole file."""
 
@@ -83,6 +91,7 @@ class Results(_Part):
     zero_shot: Measures | None = None
     classes: dict[str, ClassMeasures] = {}
     estimates: Estimates = Estimates()
+    kept: list[Kept] = []
 
     @classmethod
     def of(cls, results: Self | Mapping[str, object]) -> Self:

@@ -43,6 +43,7 @@ class Bofa(OccupationStrategy):
     name = "bofa"
     classifiers = ("bofa", "lda")
     target_modules = ("visual_projection",)
+    shares = False  # the update is already the mean over tasks
 
     def plan(self, task: NewTask) -> Modes:
         generator, bases = task.generator(), {}

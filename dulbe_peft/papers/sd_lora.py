@@ -50,6 +50,7 @@ class SdLora(MergedLora):
 
     name = "sd_lora"
     keeps_factors = True
+    shares = False  # every task begins with magnitudes of its own
 
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:

@@ -23,7 +23,7 @@ import torch
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.linear import Updates
 from dulbe_peft.adapter.model import DualModeLoraModel
-from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.arguments import PAPER_RATE, LearnerArguments
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.encoding import Encoding
 from dulbe_peft.encoders.pixels import PixelDataset
@@ -143,12 +143,18 @@ class Strategy:
     remembers_more: ClassVar[bool] = False
     # Whether the adapter's parameters are trained. If not, only what `training` yields is.
     trains_adapter: ClassVar[bool] = True
-    # The learning rate of "auto"; None chooses it as `training/rates.py` describes.
-    published_rate: ClassVar[float | None] = None
+    published_rate: ClassVar[float] = PAPER_RATE  # the learning rate of "auto"
+    # Whether a share of what a task changed can be kept. The strategy must train the adapter, and later tasks must go
+    # on from what was kept.
+    shares: ClassVar[bool] = True
     orthonormal: ClassVar[bool] = True  # whether the planned bases have orthonormal columns
     classifiers: ClassVar[tuple[str, ...]] = ("bayes", "pooled_bridge")  # the default if the user names no classifier
     # The default if the user names no target modules. None: the adapter's default.
     target_modules: ClassVar[tuple[str, ...] | None] = None
+
+    def rate(self, args: LearnerArguments) -> float:
+        """Return the learning rate at the start of a task."""
+        return self.published_rate if args.learning_rate == "auto" else args.learning_rate
 
     def settings(self) -> dict[str, object]:
         """Return the fields and their values as plain data."""

@@ -22,7 +22,7 @@ from dulbe_peft.encoders.loading import check_saved, has_text
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
-from dulbe_peft.metrics.results import Results
+from dulbe_peft.metrics.results import Kept, Results
 from dulbe_peft.metrics.task_features import FEATURES_FOLDER, SUFFIX, TaskFeatures
 from dulbe_peft.streams import progress
 from dulbe_peft.streams import resume as resuming
@@ -194,6 +194,8 @@ class Run:
         self.write_entries()
         made_by = self.identity.model_dump(), list(self.learner.classifiers), folders.library_versions()
         results = progress.stream_results(self.finished, *made_by, self.learner.state.estimates, self.known)
+        kept = [Kept(after=u.after, share=u.kept) for u in self.learner.state.updates if u.kept is not None]
+        results = results.model_copy(update={"kept": kept}) if kept else results
         on_main_process(partial(self.write_results, results))
         self.learner.folder = self.newest.resolve()
         return results
@@ -214,10 +216,10 @@ class Run:
         learner, task = self.learner, self.stream[index - self.known]
         forget_peak_memory(learner.device)
         before = self.before(index, task) if index and learner.state.strategy.adapts else None
-        configured = learner.args.learning_rate
         learner.learn_task(task.train, task.class_names)
-        if (rate := learner.args.learning_rate) != configured:
-            print_once(f"learning rate {rate:g}, chosen for the model and this task; --learning-rate sets another one")
+        share = cast(TaskRecord, learner.record).update_share
+        if share is not None and learner.args.update_share == "auto":
+            print_once(f"keeping {percent(share)} % of what this task changed; --update-share sets another share")
         names, profile = list(task.class_names), learner.encoder.profile
         if task.test is not None:
             learner.use_state(replace(learner.state, known=learner.state.known.add_tested(task.test)))

@@ -12,7 +12,16 @@ from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.settings import check_number
 from dulbe_peft.utils.torch_settings import default_torch_settings, evaluating, generators
 
-_CHANGING = ("learn_task", "update_classes", "forget_class", "forget_images", "rename_class", "merge", "use_state")
+_CHANGING = (
+    "learn_task",
+    "update_classes",
+    "forget_class",
+    "forget_images",
+    "rename_class",
+    "merge",
+    "use_state",
+    "keep",
+)
 
 
 class Turns:

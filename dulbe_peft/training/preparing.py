@@ -23,6 +23,7 @@ from dulbe_peft.encoders.pixels import PixelDataset, with_image_resize
 from dulbe_peft.strategies.base import Strategy
 from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.training.state import LearnerState
+from dulbe_peft.training.update_share import check_share
 from dulbe_peft.utils.processes import (
     check_same_in_all,
     choose_device,
@@ -82,6 +83,7 @@ def checked_task(
         raise ValueError("precision is 'int8', in which no model can be trained: choose float32 or bfloat16")
     with raise_in_all():
         check_active_adapter(state)
+        check_share(state)
         _check_trainable(state)
         images = named_images(dataset, names)
         names = check_class_names(images.class_names, seen=state.class_names)
@@ -130,6 +132,7 @@ def _check_trainable(state: LearnerState) -> None:
 def check_model(state: LearnerState) -> None:
     """Raise an error unless the strategy can use the model and the processor."""
     model, strategy = state.model, state.strategy
+    check_share(state)
     if isinstance(model, PeftModel) and isinstance(model.base_model, DualModeLoraModel):
         check_active_adapter(state)
         targets = strategy.target_modules

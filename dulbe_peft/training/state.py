@@ -108,6 +108,7 @@ class Update(Record):
     images: dict[str, int] = {}  # class -> number of added images, negative for removed ones
     forgotten: int | None = None  # the task, from 1, that lost a class
     renamed: dict[str, str] = {}  # old name -> new name
+    kept: Fraction | None = None  # the share of the model's whole update that was kept
 
 
 @dataclass

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from dulbe_peft.adapter.gradients import summed_gradients
 from dulbe_peft.adapter.model import DualModeLoraModel
@@ -30,6 +31,7 @@ from dulbe_peft.subspaces.inputs import add_inputs
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.estimating import estimates_of
 from dulbe_peft.training.state import LearnerState
+from dulbe_peft.training.update_share import can_share, facts, share_of
 from dulbe_peft.utils.processes import (
     gather_rows,
     on_main_process,
@@ -41,6 +43,8 @@ from dulbe_peft.utils.processes import (
 from dulbe_peft.utils.torch_settings import evaluating
 
 Log = Callable[[dict[str, float], int], None]
+# A function that makes the training loop of a task.
+MakeTrainer = Callable[[LearnerState, Encoder, PixelDataset, Log | None], "TaskTrainer"]
 
 
 @dataclass
@@ -49,6 +53,7 @@ class TaskRecord:
 
     images: dict[str, int]  # class -> number of its training images
     learning_rate: float | None = None  # None if nothing was trained
+    update_share: float | None = None  # how much of what the task changed was kept; None if nothing was trained
     loss: list[float] = field(default_factory=list)  # mean of each epoch
     shared_capture: float | None = None  # mean of `ModeBases.shared_capture` over the layers; None if not measured
     residual_capture: float | None = None
@@ -117,7 +122,8 @@ class TaskTrainer:
     """
 
     def __init__(self, state: LearnerState, encoder: Encoder, images: PixelDataset, log: Log | None = None) -> None:
-        self.state, self.model, self.strategy, self.args = state, state.model, state.strategy, state.args
+        self.state, self.model, self.strategy = state, state.model, state.strategy
+        self.args = replace(state.args, learning_rate=self.strategy.rate(state.args))
         self.adapter = cast(DualModeLoraModel, state.adapter)  # None if nothing is trained
         self.encoder, self.logit_scale, self.log = encoder, logit_scale(encoder.clip), log
         self.images, self.names, self.index = images, images.images.class_names, len(state.tasks)
@@ -125,10 +131,11 @@ class TaskTrainer:
         self.task = NewTask(self.index, self.adapter, self.args, state.memory, encoder=encoder, images=images, **given)
         self.step = state.step
         counts = np.bincount(images.labels, minlength=len(self.names)).tolist()
-        rate = cast(float, self.args.learning_rate) if self.strategy.adapts else None
+        rate = self.strategy.rate(self.args) if self.strategy.adapts else None
         self.record = TaskRecord(dict(zip(self.names, counts, strict=True)), rate)
         self.teacher: torch.Tensor | None = None
         self.old_text: torch.Tensor | None = None
+        self.seen_text: torch.Tensor | None = None  # (C + classes, d), with the new classes; set to choose a share
         self.queries: torch.Tensor | None = None
         self._trained_text: torch.Tensor | None = None
 
@@ -141,6 +148,9 @@ class TaskTrainer:
         self.take_steps()
         with torch.no_grad():
             strategy.finish(task)
+        with self.encoder.profile.phase("share"):
+            self.record.update_share = self.kept_share()
+        self.adapter.keep_share(self.record.update_share)
         if strategy.folds:
             self.adapter.fold_if_trained(strategy.keeps_factors)
         with self.encoder.profile.phase("close"):
@@ -153,6 +163,20 @@ class TaskTrainer:
                     features, _ = self.encode("close", False)
         task.gradients, task.inputs = {}, OccupationStatistics()  # frees as much memory as the adapted weights take
         return features, memory
+
+    def kept_share(self) -> float:
+        """Return how much of what the task changed is kept: that of the settings, or for "auto" a chosen one."""
+        if self.args.update_share != "auto":
+            return self.args.update_share
+        if self.teacher is None or self.seen_text is None:
+            return 1.0
+        with torch.no_grad():
+            after, _ = self.encode("share", False)
+        labels = torch.as_tensor(self.images.labels, device=after.device) + len(self.state.class_names)
+        before, projection = self.teacher, self.encoder.projection
+        if projection is not None:
+            before, after = (F.normalize(rows @ projection.T, dim=1) for rows in (before, after))
+        return on_main_process(lambda: share_of(*facts(before, after, labels, cast(torch.Tensor, self.seen_text))))
 
     def take_steps(self) -> None:
         """Measure, plan and train. The trained modes are not folded into the history yet."""
@@ -173,10 +197,16 @@ class TaskTrainer:
                 if INPUTS in needs:
                     self.teacher, task.inputs = self.encode("probe", True)
             drifts = self.args.drift != "none" and self.index > 0
-            if (self.teacher is None or altered) and (drifts or TEACHER in needs):
+            chooses = self.args.update_share == "auto" and can_share(self.state)
+            if (self.teacher is None or altered) and (drifts or TEACHER in needs or chooses):
                 self.teacher, _ = self.encode("probe", False)
         if self.index and TEACHER in needs:
             self.old_text = self._text(self.state.class_names)
+        if chooses and self.encoder.has_names:
+            old = (
+                [self._text(self.state.class_names) if self.old_text is None else self.old_text] if self.index else []
+            )
+            self.seen_text = torch.cat([*old, self._text(self.names)])
 
         def plan() -> tuple[Modes | None, dict[str, object]]:
             modes = self.strategy.plan(task)
@@ -242,7 +272,7 @@ class TaskTrainer:
             parameters = [p for p in self.model.parameters() if p.requires_grad] + extra
             if not parameters:  # the task trains nothing
                 return
-            rate = cast(float, args.learning_rate)  # "auto" was replaced by a number before the task
+            rate = self.strategy.rate(args)
             optimizer = torch.optim.Adam(parameters, lr=rate)
             epoch, epochs = 0, self.strategy.epochs(task)
             per_step, steps = args.lr_schedule == "step", math.ceil(size / args.batch_size)

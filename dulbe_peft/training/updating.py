@@ -17,6 +17,7 @@ from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.training.preparing import check_learned
 from dulbe_peft.training.state import Estimates, LearnerState, Update
 from dulbe_peft.training.task_trainer import features_and_inputs
+from dulbe_peft.training.update_share import check_share
 from dulbe_peft.utils.processes import check_same_in_all, raise_in_all
 
 
@@ -52,6 +53,31 @@ def update_classes(
             memory=memory,
             known=state.known.add_learned(given, encoder.way),
         )
+
+
+@torch.no_grad()
+def keep(state: LearnerState, encoder: Encoder, share: float) -> LearnerState:
+    """Keep a share of all that training has changed in the model, and encode the seen names again."""
+    check_learned(state)
+    if state.adapter is None:
+        raise ValueError(f"the strategy {state.strategy.name!r} trains nothing, so there is no update to keep")
+    state.check_plain("this learner cannot be scaled")
+    check_share(replace(state, args=replace(state.args, update_share=share)))
+    state.adapter.keep(share)
+    images = [name for name in state.classifiers if name != "text"]
+    if share != 1 and images:
+        warnings.warn(
+            f"the classifiers {images} keep statistics of images, whose features were those of the whole update: "
+            "compare their accuracy with that before, or learn with update_share",
+            stacklevel=4,
+        )
+    texts = encoder.text_embeds(state.class_names, state.class_texts) if encoder.has_names else None
+
+    def retell(classifier: Classifier) -> None:
+        if texts is not None and classifier.reads_text and state.args.text_embeds == "current":
+            classifier.set_text_embeds(texts)
+
+    return _changed(state, retell, Update(after=len(state.tasks), kept=share))
 
 
 def forget_class(state: LearnerState, name: str) -> LearnerState:

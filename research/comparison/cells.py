@@ -52,8 +52,8 @@ class Cost(Record):
     """Cost of a run: seconds over all tasks, parameters trained per task, bytes kept between tasks, and use.
 
     `passes` counts how often the vision tower reads an image that is classified. `peak_bytes` is the largest memory of
-    the process during the run, or of the accelerator; None where the system does not tell. `learning_rate` is the one
-    that "auto" chose, and None if nothing was trained.
+    the process during the run, or of the accelerator; None where the system does not tell. `learning_rate` is None if
+    nothing was trained.
     """
 
     seconds: float
@@ -191,7 +191,7 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
             kept_bytes=memory_bytes(learner.memory),
             passes=2 if learner.encoder.encoding is not None and learner.encoder.encoding.queries else 1,
             peak_bytes=peak(),
-            learning_rate=float(args.learning_rate) if strategy.adapts else None,
+            learning_rate=strategy.rate(args) if strategy.adapts else None,
         ),
         text=has_text(learner.clip),
         data=data_fingerprint(cell.settings),

@@ -111,6 +111,8 @@ OPERATIONS = {
     "begin_task": lambda m, kit: m.begin_task(kit.modes),
     "fold_task": lambda m, kit: m.fold_task(),
     "fold_if_trained": lambda m, kit: m.fold_if_trained(),
+    "keep_share": lambda m, kit: m.keep_share(0.5),
+    "keep": lambda m, kit: m.keep(0.5),
     "save_beginning": lambda m, kit: m.save_beginning(),
     "add_weighted_adapter": lambda m, kit: (
         m.add_weighted_adapter(["default", "other"], [0.5, 0.7], "sum"),

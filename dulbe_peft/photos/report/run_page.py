@@ -24,6 +24,7 @@ PHASES = {
     "probe": "computing gradients",
     "allocate": "choosing directions",
     "train": "training",
+    "share": "choosing a share",
     "close": "encoding training images",
     "update": "encoding more images",
     "estimate": "estimating accuracy",

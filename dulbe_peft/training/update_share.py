@@ -1,0 +1,65 @@
+"""Choose how much of what a task changed is kept, update_share="auto".
+
+X and Y, (n, d), are the unit features of the task's images by the model before the task and by the trained model, and
+T, (C, d), the unit embeddings of all seen names, with those of the task. Before the training, the names are wrong for
+`wrong` of the images, whose features have not been trained. All of the update moves the features by
+
+    moved = (|Y - X|^2 / n) / (|T - mean T|^2 / C)
+
+of the squared distance between names. The movement grows with the square of the share. What the names get right
+already needs no change, so the share is
+
+    share = min(1, error sqrt(MOVED / moved)),    error = (wrong + 1) / (n + 2)
+
+`docs/results.md` shows the results by which the rule was chosen.
+"""
+
+import math
+
+from torch import Tensor
+
+from dulbe_peft.training.state import LearnerState
+
+MOVED = 0.07
+
+
+def can_share(state: LearnerState) -> bool:
+    """Return whether a share of an update can be kept."""
+    strategy, config = state.strategy, state.config
+    return strategy.adapts and strategy.trains_adapter and strategy.shares and not (config and config.modules_to_save)
+
+
+def check_share(state: LearnerState) -> None:
+    """Raise a `ValueError` if the settings ask for a share, and there is none."""
+    share, strategy = state.args.update_share, state.strategy
+    if share in ("auto", 1) or not strategy.adapts or can_share(state):
+        return
+    if not (strategy.trains_adapter and strategy.shares):
+        raise ValueError(
+            f"update_share is {share}, but the strategy {strategy.name!r} does not go on from the weights that a task "
+            "leaves, so no share of its update can be kept: use update_share=1"
+        )
+    raise ValueError(
+        f"update_share is {share}, but the adapter has modules_to_save, and whole modules cannot be scaled: use "
+        "update_share=1"
+    )
+
+
+def facts(before: Tensor, after: Tensor, labels: Tensor, text: Tensor) -> tuple[float, float]:
+    """Return the error of the names before the task and the movement by all of its update, as above.
+
+    `labels`, (n,), index `text`. Without a second name, the movement is relative to squared unit length.
+    """
+    wrong = int(((before @ text.T).argmax(dim=1) != labels).sum())
+    between = float((text - text.mean(dim=0)).double().square().sum(dim=1).mean()) or 1.0
+    moved = float((after - before).double().square().sum(dim=1).mean())
+    return (wrong + 1) / (len(labels) + 2), moved / between
+
+
+def share_of(error: float, moved: float) -> float:
+    """Return the share, rounded to two digits.
+
+    >>> share_of(0.5, 0.28), share_of(0.9, 0.01)
+    (0.25, 1.0)
+    """
+    return 1.0 if moved <= error**2 * MOVED else float(f"{error * math.sqrt(MOVED / moved):.2g}")
