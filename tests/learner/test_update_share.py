@@ -224,7 +224,8 @@ def test_history_of_fold_task_is_the_share_of_the_modes(base, tasks):
     adapter, name = learner.state.adapter, learner.state.adapter_name
     layer = next(iter(adapter.dual_mode_layers().values()))
     modes = dense((layer.dulbe_P[name], layer.current_up(name)), torch.float64).detach()
-    adapter._beginnings[name] = make(base).state.adapter._beginnings[name]  # B = 0
+    adapter._beginnings[name].layers = make(base).state.adapter._beginnings[name].layers  # B = 0
+    adapter._beginnings[name].planned = True
     learner.model.fold_task(share=0.25)
     assert not layer.is_trained(name)
     assert torch.allclose(dense(layer.history(name), torch.float64), 0.25 * modes, rtol=1e-6, atol=1e-12)
