@@ -13,7 +13,7 @@ from pathlib import Path
 from dulbe_peft.data.digits import load_digit_images
 
 ONE = (100, 160)  # the shades of black and white
-EACH = (ONE, (160, 100), (60, 90), (220, 170), (140, 110))
+EACH = ((140, 110), (160, 100), (60, 90), (220, 170), ONE)
 
 
 def write(folder: Path, cameras: Sequence[tuple[int, int]]) -> None:

@@ -17,15 +17,19 @@ from research.comparison.frontier_page import frontier_svg, hull_table, loss_tab
 from research.comparison.measured import TEXT, Measured, read_all
 
 FILES = Path(__file__).parents[2] / "examples" / "frontiers"
-REFERENCE = "DuLBE"
+REFERENCE, NOT_MEASURED = "DuLBE", "Not measured."
 # Figures of the docs: name -> file, stream and methods.
 FIGURES = {"frontier": ("handwriting", "16 images, ten tasks", ("frozen", "DuLBE", "LoRA", "merged LoRA"))}
 
 
-def frontier(results: Path, file: str, stream: str, classifier: str = TEXT, methods: str = "") -> list[list[str]]:
+def frontier(
+    results: Path, file: str, stream: str, classifier: str = TEXT, methods: str = ""
+) -> list[list[str]] | str:
     """Return the learned accuracy of each method at equal losses on never learned classes; see `loss_table`."""
-    lines = loss_table(found(results, file, stream, classifier, methods.split(";") if methods else ()), REFERENCE)
-    return [[minus(cell) for cell in line] for line in lines]
+    by_method = found(results, file, stream, classifier, methods.split(";") if methods else ())
+    if REFERENCE not in by_method:
+        return NOT_MEASURED
+    return [[minus(cell) for cell in line] for line in loss_table(by_method, REFERENCE)]
 
 
 def hulls(results: Path, file: str, stream: str, classifier: str = TEXT) -> list[list[str]]:
@@ -35,7 +39,8 @@ def hulls(results: Path, file: str, stream: str, classifier: str = TEXT) -> list
 
 def said(results: Path, file: str, stream: str, classifier: str = TEXT, methods: str = "") -> str:
     """Return the sentence that says which curves DuLBE's is above and below, and where."""
-    return minus(sentence(found(results, file, stream, classifier, methods.split(";") if methods else ()), REFERENCE))
+    by_method = found(results, file, stream, classifier, methods.split(";") if methods else ())
+    return minus(sentence(by_method, REFERENCE)) if REFERENCE in by_method else NOT_MEASURED
 
 
 def cells(results: Path, file: str) -> str:
