@@ -239,6 +239,11 @@ def folder_of_classes(folder: Path, split: str | None, leave_out: Sequence[str] 
         raise ValueError(f"{folder} has no folder; one folder per class is needed{hint}{_or_table(folder)}")
     names = [name for name in names if name not in leave_out]
     _check_level(folder, names, split)
+    first: dict[str, str] = {}
+    for name in names:
+        if (other := first.setdefault(class_key(name), name)) != name:
+            both = f"{other!r} and {name!r}, two spellings of one name"
+            raise ValueError(f"{folder} has the folders {both}: move the images into one of them")
     return folder
 
 

@@ -13,6 +13,7 @@ from test_labels import labels_of, pictures, table
 
 from dulbe_peft.data.names import names_from_file
 from dulbe_peft.data.readers import load_data
+from dulbe_peft.photos.data.source import DataSource
 
 KINDS = ["coat", "hat", "coat", "hat"]
 FILES = [f"img/{number}.png" for number in range(4)]
@@ -327,6 +328,13 @@ def test_lines_are_those_of_the_file(tmp_path):
         load_data(file, None)
 
 
+def test_two_spellings_of_a_folder_are_refused_before_an_image_is_opened(tmp_path):
+    pictures(tmp_path, "coat/1.png", "Coat/2.png", "hat/3.png")
+    with pytest.raises(ValueError, match="has the folders 'Coat' and 'coat', two spellings of one name: move"):
+        DataSource(str(tmp_path)).check()
+    assert opened(tmp_path, leave_out=["Coat"])[0].class_names == ("coat", "hat")
+
+
 @pytest.mark.parametrize("word", ["no_label", "Unlabeled", "undefined", "Unlabeled images"])
 def test_folder_of_images_without_a_label_is_left_out_and_said(tmp_path, word):
     for name in ("cat", "dog", word):
@@ -383,3 +391,15 @@ def test_number_of_cells_is_checked_with_the_line(tmp_path):
         csv.writer(file).writerows([["path", "label"], [], ["a.png", "b", "c"]])
     with pytest.raises(ValueError, match="line 3 of .* has 3 cells, expected 2"):
         load_data(tmp_path / "labels.csv", None)
+
+
+def test_class_of_a_data_set_that_means_no_label_is_said(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    names = datasets.ClassLabel(names=["cat", "dog", "unlabeled"])
+    features = datasets.Features({"image": datasets.Image(), "label": names})
+    rows = {"image": [Image.effect_noise((8, 8), 9 + n) for n in range(3)], "label": [0, 1, 2]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
+    train, _, inventory = opened(tmp_path)
+    assert len(train.class_names) == 3
+    assert "'unlabeled' is read as a class; --leave-out 'unlabeled' leaves it out" in inventory.notes[0]
+    assert opened(tmp_path, leave_out=["unlabeled"])[0].class_names == ("cat", "dog")

@@ -6,6 +6,7 @@ The data is opened again later, as `sources.json` records it.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def open_source(source: DataSource, look: Look | None = None, known: Collection[
     if source.class_names is not None:
         pairs = [f"{old!r} is {new!r}" for old, new in zip(given, train.class_names, strict=True)]
         print_once(f"names from {source.class_names}: {', '.join(pairs[:3])}" + (", ..." if len(pairs) > 3 else ""))
-    elif all(map(str.isdecimal, train.class_names)):
+    elif all(re.fullmatch(r"\d+|n\d{8}", name) for name in train.class_names):
         print_once("the class names are numbers: --class-names FILE gives the classes names that a model can read")
     drawn = (source.validation_fraction, source.images_per_class, source.test_images_per_class)
     if any(each is not None for each in drawn):
