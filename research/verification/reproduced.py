@@ -53,10 +53,12 @@ def add_run(folder: str | Path, path: Path) -> tuple[str, Ours]:
     if wrong := differences(run, given_settings(str(file), {})):
         raise ValueError(f"{folder} is not a run of examples/papers/{file.name}: {'; '.join(wrong)}")
     scores = run.results.classifiers[run.first]
-    base = run.base_model or "unknown"
+    base, last = run.base_model or "unknown", scores.overall[-1]
+    if last is None:
+        raise ValueError(f"{folder} has no test images of its last classes: test it first")
     ours = Ours(
-        average=round(100 * (scores.average_accuracy or 0.0), 2),
-        last=round(100 * scores.overall[-1], 2),
+        average=round(100 * scores.average_accuracy, 2),
+        last=round(100 * last, 2),
         classifier=run.first,
         model=Path(base).name if os.path.isdir(base) else base,
         seed=run.results.seed,
@@ -76,7 +78,8 @@ def differences(run: RunFolder, settings: dict[str, Any]) -> list[str]:
     found: dict[str, Any] = {"strategy": run.settings["strategy"]}
     parts: list[tuple[str, Any]] = [("adapter", wanted_run.adapter), ("arguments", wanted_run.learner)]
     for part, given in parts:
-        names = settings.keys() & field_types(type(given)).keys()
+        kind: Any = type(given)
+        names = settings.keys() & field_types(kind).keys()
         actual = run.settings.get(part) or {}
         wanted |= {name: getattr(given, name) for name in names}
         found |= {name: actual.get(name, getattr(given, name)) for name in names}
