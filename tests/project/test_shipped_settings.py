@@ -42,6 +42,8 @@ def small(settings, **places):
             changed[name] = 8
     if "classifiers" in changed:
         changed["classifiers"] = re.sub(r"features=\d{4,}", "features=100", changed["classifiers"])
+    if len(changed.get("prompt_template", "")) > 20:  # the text tower reads at most 24 tokens, here letters
+        changed["prompt_template"] = "a {}."
     if "layers_to_transform" in changed:
         changed["layers_to_transform"] = [1]
     if changed["strategy"].startswith("dualprompt"):  # its prompts are in five blocks
