@@ -1,24 +1,27 @@
 """The adapter's configuration, and the member that the method has in PEFT's enumeration `PeftType`."""
 
+import json
 import re
 import warnings
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft.config import PeftConfig
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, PeftType, TaskType
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, PeftType, TaskType
 from peft.utils.other import get_pattern_key
+from pydantic import ValidationError
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers.utils.hub import cached_file, has_file
 
 from dulbe_peft.arguments import AdapterSettings
-from dulbe_peft.utils.settings import check_int, documented, setting
-from dulbe_peft.utils.tensors import tensor_shapes, tensors_digest
+from dulbe_peft.utils.records import Record, first_problem
+from dulbe_peft.utils.settings import check_int, documented
+from dulbe_peft.utils.tensors import tensor_shapes, tensors_digest, write_tensors
 
 PREFIX = "dulbe_"
 
@@ -47,14 +50,14 @@ DULBE = register_peft_type()
 
 
 DENSE = -1  # the rank of a history that is one matrix
-# Settings of LoRA that this method does not have, and what to use instead.
-_LORA_SETTINGS = {
-    "r": "this method has two ranks instead, shared_rank and residual_rank",
-    "lora_alpha": "this method does not scale its update; text_alpha scales the LoRA of the text tower",
-    "lora_dropout": "this method has no dropout, because the bases of its modes are planned from the whole gradient",
-    "bias": "this method leaves the biases unchanged, because all adapters and all earlier tasks share them",
-}
-MAX_HISTORY_RANK = 2**20  # enough for 100,000 tasks; a file that claims a higher rank is refused
+FORMAT = "dulbe-adapter-1"  # the entry of an adapter file's metadata
+
+
+class _SavedFacts(Record):
+    tower: str | None
+    base_digests: dict[str, str]
+    base_settings: dict[str, str]
+    sha256: str
 
 
 def _by_pattern(pattern: Mapping[str, int], layer: str, default: int) -> int:
@@ -81,24 +84,54 @@ def _history_ranks(file: Path) -> dict[str, int]:
     return ranks
 
 
-def history_fields(ranks: Mapping[str, int]) -> dict[str, Any]:
-    """Return the fields of a configuration for the history ranks of all layers, given by dotted name."""
-    rank = max(0, *ranks.values()) if ranks else 0
-    # Without these prefixes, the names also match the layers of a vision tower that stands alone.
-    different = [(name, other) for name, other in ranks.items() if other != rank]
-    pattern = {re.sub(r"^(base_model\.model\.)?(vision_model\.)?", "", n): r for n, r in different}
-    return {"history_rank": rank, "history_pattern": pattern}
+def _short_name(name: str) -> str:
+    """Return a layer's name without the prefixes that it lacks in a vision tower that stands alone."""
+    return re.sub(r"^(base_model\.model\.)?(vision_model\.)?", "", name)
 
 
-def _saved_name(name: str, adapter: str | None = None) -> str:
-    """Return a tensor's name without the adapter's name and without the prefix that not every file has."""
-    name = name.removeprefix("base_model.model.")
-    return name if adapter is None or f".{PREFIX}" not in name else name.removesuffix(f".{adapter}")
+@dataclass(frozen=True)
+class AdapterFacts:
+    """What a saved adapter's file says about it: no settings, but results and what it was made on."""
+
+    tower: str | None = None  # the tower that the modes are for, vision or text
+    base_digests: dict[str, str] = field(default_factory=dict)  # of the base model's weights, by part and dtype
+    base_settings: dict[str, str] = field(default_factory=dict)  # of the base model that change its outputs
+    history_ranks: dict[str, int] = field(default_factory=dict)  # of all layers, by short name; from the tensors
 
 
-def _file_digest(file: Path) -> str:
+def write_facts(file: Path, facts: AdapterFacts) -> None:
+    """Write facts, and a digest of the tensors, into the metadata of an adapter file that PEFT has written."""
+    tensors = load_file(file)
+    content = {name: value for name, value in asdict(facts).items() if name != "history_ranks"}
+    write_tensors(
+        file,
+        tensors,
+        {"format": "pt", FORMAT: json.dumps(content | {"sha256": tensors_digest(tensors)}, sort_keys=True)},
+    )
+
+
+def read_facts(file: Path) -> AdapterFacts:
+    """Return the facts in an adapter file. A file that somebody else wrote has only the ranks of its tensors.
+
+    Raises:
+        ValueError: If the metadata is damaged, or the tensors do not have the digest in it.
+    """
+    ranks = {_short_name(name): rank for name, rank in _history_ranks(file).items()}
     with safe_open(file, framework="pt") as tensors:
-        return tensors_digest({_saved_name(name): tensors.get_tensor(name) for name in tensors.keys()})  # noqa: SIM118
+        text = (tensors.metadata() or {}).get(FORMAT)
+        if text is None:
+            return AdapterFacts(history_ranks=ranks)
+        digest = tensors_digest({name: tensors.get_tensor(name) for name in tensors.keys()})  # noqa: SIM118
+    try:
+        saved = _SavedFacts.model_validate_json(text)
+    except ValidationError as error:
+        raise ValueError(f"{file}: the metadata {FORMAT!r} is damaged: {first_problem(error)}") from error
+    if saved.sha256 != digest:
+        raise ValueError(
+            f"{file} is damaged: its tensors do not have the SHA-256 in its metadata. If you changed them on purpose, "
+            f"write them without the metadata {FORMAT!r}"
+        )
+    return AdapterFacts(saved.tower, saved.base_digests, saved.base_settings, ranks)
 
 
 def _file(source: str, subfolder: str | None, name: str, where: dict[str, Any]) -> Path | None:
@@ -130,50 +163,16 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
             "expressions."
         },
     )
-    history_rank: int = setting(
-        0, "Rank of the folded history in the file. The library writes it into the file and reads it from there."
-    )
-    history_pattern: dict[str, int] = field(
-        default_factory=dict,
-        metadata={
-            "help": "The layers whose history has a rank other than history_rank, and that rank; -1 means that the "
-            "history is one matrix. The library writes them into the file and reads them from there."
-        },
-    )
-
-    tower: str | None = setting(None, "The tower that the modes are for, vision or text. The library writes it.")
-    base_digests: dict[str, str] = field(
-        default_factory=dict,
-        metadata={
-            "help": "Digests that identify the base model's weights, by part and dtype. The library writes them."
-        },
-    )
-
-    base_settings: dict[str, str] = field(
-        default_factory=dict,
-        metadata={
-            "help": "Settings of the base model's towers that change their outputs, such as the activation function. "
-            "The library writes them."
-        },
-    )
-    sha256: str | None = setting(None, "Digest of the file's tensors. The library writes it and checks it at loading.")
-
-    def __new__(cls, *args: object, **kwargs: object) -> Any:
-        for name in _LORA_SETTINGS.keys() & kwargs.keys():
-            raise TypeError(f"{name}={kwargs[name]!r} is a setting of LoRA: {_LORA_SETTINGS[name]}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self._noted: tuple[dict[str, torch.Tensor], str, dict[str, Any]] | None = None
+        self.facts = AdapterFacts()  # of the file from which `from_pretrained` has read the configuration; no field
         PeftConfig.__post_init__(self)
         AdapterSettings.__post_init__(self)
         self.peft_type = DULBE
-        self.history_rank = check_int("history_rank", self.history_rank, 0, MAX_HISTORY_RANK)
-        for name, least, most in (("history_pattern", DENSE, MAX_HISTORY_RANK), ("rank_pattern", 0, None)):
-            if not isinstance(getattr(self, name), dict):
-                raise TypeError(f"{name} must be a mapping of layers to ranks, got {getattr(self, name)!r:.100}")
-            for layer, rank in getattr(self, name).items():
-                check_int(f"{name}[{layer!r}]", rank, least, most)
+        if not isinstance(self.rank_pattern, dict):
+            raise TypeError(f"rank_pattern must be a mapping of layers to ranks, got {self.rank_pattern!r:.100}")
+        for layer, rank in self.rank_pattern.items():
+            check_int(f"rank_pattern[{layer!r}]", rank, 0)
         for name in ("target_modules", "exclude_modules"):
             if isinstance(getattr(self, name), str):
                 try:
@@ -202,47 +201,17 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
                 f"{source!r} holds {WEIGHTS_NAME}, a pickle with more than tensors, and no {SAFETENSORS_WEIGHTS_NAME}"
             )
         config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
-        if isinstance(config, cls):
-            if file is not None:
-                config.set_history(_history_ranks(file))
-                if config.sha256 is not None and config.sha256 != _file_digest(file):
-                    raise ValueError(
-                        f"{file} is damaged: its tensors do not have the SHA-256 in {CONFIG_NAME}. If you changed "
-                        "them on purpose, remove sha256 from that file"
-                    )
-            config.sha256 = None  # it is not a property of the adapter, which may be trained further
+        if isinstance(config, cls) and file is not None:
+            config.facts = read_facts(file)
         return config
-
-    def note(self, tensors: dict[str, torch.Tensor], adapter: str, facts: dict[str, object]) -> None:
-        """Note facts about an adapter for the next `save_pretrained`. PEFT adds modules to save to `tensors` by then.
-
-        They are no fields, so that the configuration can be used again for a fresh adapter.
-        """
-        self._noted = tensors, adapter, facts
-
-    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Write the configuration, with the facts that were noted about the adapter."""
-        noted, self._noted = self._noted, None
-        written = self
-        if noted is not None:
-            tensors, adapter, facts = noted
-            digest = tensors_digest({_saved_name(name, adapter): tensor for name, tensor in tensors.items()})
-            written = replace(self, **facts, sha256=digest)
-            written.auto_mapping, written.inference_mode = self.auto_mapping, self.inference_mode
-        super(DualModeLoraConfig, written).save_pretrained(save_directory, **kwargs)
 
     def ranks_of(self, layer: str) -> tuple[int, int]:
         """Return r_S and r_R of the vision layer with the dotted name `layer`."""
         return self.shared_rank, _by_pattern(self.rank_pattern, layer, self.residual_rank)
 
     def history_rank_of(self, layer: str) -> int:
-        """Return how many columns the history of a layer has, or DENSE if it is one matrix."""
-        return _by_pattern(self.history_pattern, layer, self.history_rank)
-
-    def set_history(self, ranks: Mapping[str, int]) -> None:
-        """Set the history ranks of all layers, given by dotted name."""
-        for name, value in history_fields(ranks).items():
-            setattr(self, name, value)
+        """Return how many columns the history of a layer has in the file, or DENSE if it is one matrix."""
+        return self.facts.history_ranks.get(_short_name(layer), 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as plain data. Sets become sorted lists, so that the file is always the same."""

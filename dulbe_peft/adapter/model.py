@@ -14,15 +14,13 @@ from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer, layers_of, temporarily
 from dulbe_peft.adapter.beginning import Beginning, copied_modules, replaced, trained_modules
-from dulbe_peft.adapter.config import DULBE, PREFIX, DualModeLoraConfig, history_fields
+from dulbe_peft.adapter.config import DULBE, PREFIX, DualModeLoraConfig
 from dulbe_peft.adapter.factors import add_weighted_adapter
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.peft_model import Rows, extend_peft_model, rows_with_adapters
 from dulbe_peft.adapter.saved import (
     KEY_RENAMES,
     MisfitError,
-    base_digests,
-    base_settings,
     check_not_held,
     check_saved,
     check_tower,
@@ -500,23 +498,12 @@ class DualModeLoraModel(BaseTuner):
     def _get_adapter_state_dict(  # type: ignore[override]
         cls, model: nn.Module, config: Any, adapter_name: str, **kwargs: Any
     ) -> Any:
-        """Select the adapter's entries, and note what the file of the configuration, which PEFT writes next, says."""
+        """Select the adapter's entries, unless the model's outputs are not those of the adapter now."""
         check_state(model, "get_peft_model_state_dict")
         layers = layers_of(model, adapter_name, DualModeLinear)
         for layer in layers.values():
             layer.forget_weight()  # values written through .data are saved, so the model must use them too
-        tensors = super()._get_adapter_state_dict(model=model, config=config, adapter_name=adapter_name, **kwargs)
-        config.note(
-            tensors,
-            adapter_name,
-            {
-                **history_fields(_history_ranks(model, adapter_name)),
-                "tower": config.tower or tower_of(type_of(innermost(model))),
-                "base_digests": base_digests(model),
-                "base_settings": base_settings(model),
-            },
-        )
-        return tensors
+        return super()._get_adapter_state_dict(model=model, config=config, adapter_name=adapter_name, **kwargs)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(

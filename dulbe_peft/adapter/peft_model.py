@@ -14,12 +14,14 @@ from typing import Any
 from huggingface_hub import CommitInfo, ModelCardData
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer, layers_of, temporarily
-from dulbe_peft.adapter.config import DENSE, PREFIX, DualModeLoraConfig
+from dulbe_peft.adapter.config import DENSE, PREFIX, DualModeLoraConfig, write_facts
 from dulbe_peft.adapter.layer import DualModeLinear
+from dulbe_peft.adapter.saved import facts_of
 from dulbe_peft.adapter.targets import in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
 from dulbe_peft.utils.hub import is_repo_id, push
@@ -92,6 +94,25 @@ def create_or_update_model_card(peft_method: Callable[[str], None], model: PeftM
         peft_method(output_dir)
 
 
+def save_pretrained(
+    peft_method: Callable[..., None],
+    model: PeftModel,
+    save_directory: str | Path,
+    safe_serialization: bool = True,
+    selected_adapters: list[str] | None = None,
+    save_embedding_layers: str | bool = "auto",
+    is_main_process: bool = True,
+    **kwargs: Any,
+) -> None:
+    """Save as PEFT does, and write facts about each adapter into its file's metadata."""
+    model.check_state("get_peft_model_state_dict")
+    directory, base = str(save_directory), model.get_base_model()
+    peft_method(directory, safe_serialization, selected_adapters, save_embedding_layers, is_main_process, **kwargs)
+    for name in (selected_adapters or model.peft_config) if is_main_process and safe_serialization else ():
+        folder = Path(directory) if name == "default" else Path(directory, name)
+        write_facts(folder / SAFETENSORS_WEIGHTS_NAME, facts_of(model.peft_config[name], base))
+
+
 def load_adapter(
     peft_method: Callable[..., object],
     model: PeftModel,
@@ -131,7 +152,13 @@ def push_to_hub(
 
 def extend_peft_model(tuner: type) -> None:
     """Let `PeftModel` use the functions above if its tuner is a `tuner`, and PEFT's methods otherwise."""
-    for function in (print_trainable_parameters, create_or_update_model_card, load_adapter, push_to_hub):
+    for function in (
+        print_trainable_parameters,
+        create_or_update_model_card,
+        save_pretrained,
+        load_adapter,
+        push_to_hub,
+    ):
         setattr(PeftModel, function.__name__, _choosing(getattr(PeftModel, function.__name__), function, tuner))
     # A name that is part of the prefix does no harm here, because the keys hold whole names between dots. The message
     # contains the prefix, so warnings of other methods are not hidden.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer
-from dulbe_peft.adapter.config import PREFIX
+from dulbe_peft.adapter.config import PREFIX, AdapterFacts
 from dulbe_peft.adapter.linear import is_consistent
 from dulbe_peft.adapter.targets import in_text_tower
 from dulbe_peft.encoders.registry import ENCODERS, type_of
@@ -71,10 +71,18 @@ def tower_of(model_type: object) -> str | None:
     return "text" if "text" in parts else None
 
 
+def facts_of(config: Any, model: nn.Module) -> AdapterFacts:
+    """Return what is written about an adapter of a model when it is saved."""
+    tower = config.facts.tower or tower_of(type_of(innermost(model)))
+    return AdapterFacts(tower, base_digests(model), base_settings(model))
+
+
 def check_tower(config: Any, model: Any, tower: str | None) -> None:
     """Raise an error if the model is a tower other than the one that the adapter's modes were made for."""
-    if config.tower and tower and config.tower != tower:
-        raise ValueError(f"the adapter's modes are for a {config.tower} tower, but {describe_origin(config, model)}")
+    if config.facts.tower and tower and config.facts.tower != tower:
+        raise ValueError(
+            f"the adapter's modes are for a {config.facts.tower} tower, but {describe_origin(config, model)}"
+        )
 
 
 def base_digests(model: nn.Module) -> dict[str, str]:
@@ -136,14 +144,14 @@ def differing(saved: dict[str, str], present: dict[str, str]) -> dict[str, str]:
 
 def warn_of_another_base(config: Any, model: nn.Module) -> None:
     """Warn if an adapter was trained on a base model whose weights or settings differ from the model's."""
-    digests = base_digests(model) if config.base_digests else {}
-    other_weights = [key.split() for key in differing(config.base_digests, digests)]
+    digests = base_digests(model) if config.facts.base_digests else {}
+    other_weights = [key.split() for key in differing(config.facts.base_digests, digests)]
     if any(
         what == "shapes" and tower in ("vision", "text") for tower, what in other_weights
     ):  # different shapes raise an error when loaded
         return
     settings = base_settings(model)
-    if others := differing(config.base_settings, settings):
+    if others := differing(config.facts.base_settings, settings):
         were = ", ".join(f"{key}={value}" for key, value in others.items())
         now = ", ".join(f"{key}={settings[key]}" for key in others)
         warnings.warn(

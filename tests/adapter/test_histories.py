@@ -1,6 +1,5 @@
 """Histories that become one matrix, ranks that differ between layers, and sums of adapters."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -146,13 +145,11 @@ def test_repeated_bases_warn_when_the_history_is_one_matrix(tiny_clip):
         model.fold_task()
 
 
-def test_history_rank_is_read_from_the_file_not_the_configuration(tiny_clip, tmp_path):
+def test_history_rank_is_read_from_the_tensors(tiny_clip, tmp_path):
     model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)), 3)
     model.save_pretrained(tmp_path)
-    file = tmp_path / "adapter_config.json"
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    assert settings["history_rank"] == 6  # load_adapter of transformers uses this value
-    file.write_text(json.dumps(settings | {"history_rank": 60_000}), encoding="utf-8")
-    assert DualModeLoraConfig.from_pretrained(tmp_path).history_rank == 6
+    assert "history" not in (tmp_path / "adapter_config.json").read_text(encoding="utf-8")
+    ranks = DualModeLoraConfig.from_pretrained(tmp_path).facts.history_ranks
+    assert len(ranks) == len(model.dual_mode_layers()) and set(ranks.values()) == {6}
     loaded = PeftModel.from_pretrained(tiny_clip(), tmp_path)
     assert loaded.history_rank == 6 and torch.equal(image_features(loaded), image_features(model))

@@ -1,8 +1,10 @@
 """State outside PEFT's lifecycle: blocks, replaced weights, the user's configuration, damage, shards, lone tasks."""
 
 import copy
+import dataclasses
 import inspect
 import json
+import pickle
 import warnings
 from contextlib import contextmanager
 
@@ -11,6 +13,7 @@ import torch
 from adapted_clip import CONFIG, IDS, PIXELS, image_features, learned, outputs, random_modes, randomise
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.helpers import disable_input_dtype_casting
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_encoders import make_model
 from torch import nn
@@ -30,6 +33,7 @@ from dulbe_peft import (
     route_gradients,
     routed_loss,
 )
+from dulbe_peft.adapter.config import FORMAT, AdapterFacts, read_facts
 from dulbe_peft.adapter.saved import base_digests
 from dulbe_peft.encoders.loading import pixel_values
 
@@ -204,20 +208,21 @@ def test_results_are_not_written_into_the_configuration(tiny_clip, tmp_path, kin
     model.save_pretrained(tmp_path / "again")
     assert config == fresh and model.peft_config["default"] is config
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert len(pickle.dumps(config)) < 1200
+    facts = read_facts(tmp_path / "again" / FILE)
+    assert facts.tower == "vision" and facts.base_digests and facts.base_settings
+    assert max(facts.history_ranks.values()) == model.history_rank > 0
     written = json.loads((tmp_path / "again" / CONFIG_FILE).read_text())
-    assert written["history_rank"] == model.history_rank > 0 and written["tower"] == "vision"
-    assert written["base_digests"] and written["base_settings"] and written["sha256"]
+    assert set(written) <= {field.name for field in dataclasses.fields(config)}
     config.save_pretrained(tmp_path / "config")
     saved = DualModeLoraConfig.from_pretrained(tmp_path / "config")
-    assert saved.history_rank == 0 and not saved.base_digests and saved.sha256 is None
+    assert saved.facts == AdapterFacts()
     for again in (config, saved):  # the loop over seeds
         clip = tiny_clip()
         with torch.no_grad():
             clip.vision_model.encoder.layers[0].mlp.fc1.weight.mul_(2)  # another base model, too
         seed = get_peft_model(clip, again)
-        assert seed.history_rank == 0 and not any(
-            layer.history_rank("default") for layer in seed.dual_mode_layers().values()
-        )
+        assert not any(layer.history_rank("default") for layer in seed.dual_mode_layers().values())
 
 
 # ---------------------------------------------------------------- damage
@@ -235,7 +240,9 @@ def test_changed_values_of_an_adapter_are_refused(tiny_clip, tmp_path, part):
     tensors = load_file(tmp_path / FILE)
     name = next(name for name in tensors if part in name and tensors[name].numel())
     tensors[name].view(-1)[0] *= 1.001
-    save_file(tensors, tmp_path / FILE, {"format": "pt"})
+    with safe_open(tmp_path / FILE, framework="pt") as file:
+        metadata = file.metadata()
+    save_file(tensors, tmp_path / FILE, metadata)
     for load in (
         lambda: PeftModel.from_pretrained(tiny_clip(), tmp_path),
         lambda: model.load_adapter(tmp_path, "default"),
@@ -244,6 +251,36 @@ def test_changed_values_of_an_adapter_are_refused(tiny_clip, tmp_path, part):
         with pytest.raises(ValueError, match=r"adapter_model.safetensors is damaged.*SHA-256"):
             load()
     assert all(map(torch.equal, outputs(model), expected))
+
+
+@pytest.mark.parametrize("copied", ["half", "sliced", "quantised"])
+def test_copy_that_somebody_else_wrote_loads_without_a_digest(tiny_clip, tmp_path, copied):
+    """A getter hides nothing in the configuration, and a file of other tools has no digest to contradict."""
+    model = learned(adapted(tiny_clip()))
+    expected, size = outputs(model), len(pickle.dumps(model.peft_config["default"]))
+    tensors = get_peft_model_state_dict(model)
+    assert len(pickle.dumps(model.peft_config["default"])) == size < 1200
+    if copied == "half":
+        tensors = {name: tensor.half() for name, tensor in tensors.items()}
+    elif copied == "sliced":  # the tensors of the vision tower
+        tensors = {name: tensor for name, tensor in tensors.items() if "text_model" not in name}
+    else:
+        tensors = {name: (tensor * 256).round() / 256 for name, tensor in tensors.items()}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / FILE, {"format": "pt"})
+    model.peft_config["default"].save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Found missing adapter keys")
+        loaded = PeftModel.from_pretrained(tiny_clip(), tmp_path)
+    bound = 0.05 if copied == "quantised" else 0.01
+    torch.testing.assert_close(image_features(loaded), expected[0], rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "{}", '{"tower": 3}', "{"])
+def test_damaged_metadata_is_named(tiny_clip, tmp_path, content):
+    learned(adapted(tiny_clip())).save_pretrained(tmp_path)
+    save_file(load_file(tmp_path / FILE), tmp_path / FILE, {"format": "pt", FORMAT: content})
+    with pytest.raises(ValueError, match=f"the metadata '{FORMAT}' is damaged"):
+        PeftModel.from_pretrained(tiny_clip(), tmp_path)
 
 
 # ---------------------------------------------------------------- shards
@@ -311,7 +348,13 @@ def test_probe_names_layers_without_a_gradient():
 
 
 def test_wrapped_methods_keep_the_arguments_of_peft():
-    ours = {"load_adapter", "push_to_hub", "print_trainable_parameters", "create_or_update_model_card"}
+    ours = {
+        "save_pretrained",
+        "load_adapter",
+        "push_to_hub",
+        "print_trainable_parameters",
+        "create_or_update_model_card",
+    }
     from dulbe_peft.adapter import peft_model
 
     for name in ours:
@@ -392,7 +435,7 @@ def test_adapter_made_from_the_configuration_of_a_saved_one_has_no_history(model
     config.inference_mode = False
     fresh = get_peft_model(tiny_clip(), config)
     fresh.begin_task(probe_gradients(fresh, [slice(None)], loss_fn))  # without a warning that there are no statistics
-    assert config.history_rank > 0 and not any(
+    assert max(config.facts.history_ranks.values()) > 0 and not any(
         layer.history_rank("default") for layer in fresh.dual_mode_layers().values()
     )
 

@@ -266,7 +266,6 @@ FORGERIES = [
     (ADAPTER, tensors("residual_B", lambda t: t.T.contiguous()), "residual_B.*shape|shape.*residual_B"),
     (ADAPTER, further("base_model.model.x.dulbe_P"), r"x\.dulbe_P"),
     (ADAPTER, further("base_model.model.visual_projection.weight"), "holds '.*visual_projection.weight'"),
-    (ADAPTER_CONFIG, fields(history_rank=10**12), "history_rank must be at most"),
     (ADAPTER_CONFIG, fields(residual_rank=5), "dulbe_P"),
     (HEAD, lambda content: content[: len(content) // 2], "head.safetensors is damaged"),
     (HEAD, tensors("visual_prototypes", nan), "visual_prototypes.*NaN"),
@@ -299,9 +298,8 @@ ALONE = {
 def test_forged_file_is_refused_with_its_fault_and_the_base_model_is_unchanged(saved, tmp_path, file, forge, words):
     folder, base = shutil.copytree(saved, tmp_path / "learner"), copy.deepcopy(tiny_base()[0])
     (folder / file).write_bytes(forge((folder / file).read_bytes()))
-    if file == ADAPTER:
+    if file == ADAPTER and "is damaged" not in words:
         forget_digest(folder)
-        seal(folder, ADAPTER_CONFIG)
     if file in ALONE:
         with pytest.raises(ValueError, match=words):
             ALONE[file](folder)

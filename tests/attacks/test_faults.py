@@ -106,7 +106,7 @@ SETTINGS = [
     ("no such block", lambda w: adapt(layers_to_transform=[99]), V, "layers_to_transform 99"),
     ("wrapped twice", lambda w: adapt(w.model), V, "already"),
     ("adapter name with a dot", lambda w: adapt(adapter="a.b"), V, "'a.b' adapter"),
-    ("LoRA's rank", lambda w: DualModeLoraConfig(r=8), T, "r=8 shared_rank and residual_rank"),
+    ("LoRA's rank", lambda w: DualModeLoraConfig(r=8), T, "unexpected keyword argument 'r'"),
     ("no regular expression", lambda w: adapt(target_modules="*"), V, "target_modules '*' regular expression"),
     ("no rank at all", lambda w: adapt(shared_rank=0, residual_rank=0), V, "both 0"),
     (
