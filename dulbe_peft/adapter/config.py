@@ -50,6 +50,7 @@ DULBE = register_peft_type()
 
 
 DENSE = -1  # the rank of a history that is one matrix
+MAX_HISTORY_RANK = 2**20  # enough for 100,000 tasks; a file that claims a higher rank is refused
 FORMAT = "dulbe-adapter-1"  # the entry of an adapter file's metadata
 
 
@@ -87,6 +88,12 @@ def _history_ranks(file: Path) -> dict[str, int]:
 def _short_name(name: str) -> str:
     """Return a layer's name without the prefixes that it lacks in a vision tower that stands alone."""
     return re.sub(r"^(base_model\.model\.)?(vision_model\.)?", "", name)
+
+
+def history_fields(ranks: Mapping[str, int]) -> dict[str, Any]:
+    """Return `history_rank` and `history_pattern` for the history ranks of all layers, given by dotted name."""
+    rank = max(0, *ranks.values()) if ranks else 0
+    return {"history_rank": rank, "history_pattern": {_short_name(n): r for n, r in ranks.items() if r != rank}}
 
 
 @dataclass(frozen=True)
@@ -164,15 +171,24 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
         },
     )
 
+    # transformers' own `load_adapter` reads nothing but this file before it makes the layers, so the ranks stand here.
+    history_rank: int = field(default=0, metadata={"help": "Rank of the saved history. Saving writes it."})
+    history_pattern: dict[str, int] = field(
+        default_factory=dict,
+        metadata={"help": "Layers whose saved history has another rank; -1 means one matrix. Saving writes them."},
+    )
+
     def __post_init__(self) -> None:
         self.facts = AdapterFacts()  # of the file from which `from_pretrained` has read the configuration; no field
         PeftConfig.__post_init__(self)
         AdapterSettings.__post_init__(self)
         self.peft_type = DULBE
-        if not isinstance(self.rank_pattern, dict):
-            raise TypeError(f"rank_pattern must be a mapping of layers to ranks, got {self.rank_pattern!r:.100}")
-        for layer, rank in self.rank_pattern.items():
-            check_int(f"rank_pattern[{layer!r}]", rank, 0)
+        self.history_rank = check_int("history_rank", self.history_rank, 0, MAX_HISTORY_RANK)
+        for name, least, most in (("history_pattern", DENSE, MAX_HISTORY_RANK), ("rank_pattern", 0, None)):
+            if not isinstance(getattr(self, name), dict):
+                raise TypeError(f"{name} must be a mapping of layers to ranks, got {getattr(self, name)!r:.100}")
+            for layer, rank in getattr(self, name).items():
+                check_int(f"{name}[{layer!r}]", rank, least, most)
         for name in ("target_modules", "exclude_modules"):
             if isinstance(getattr(self, name), str):
                 try:
@@ -211,7 +227,9 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
 
     def history_rank_of(self, layer: str) -> int:
         """Return how many columns the history of a layer has in the file, or DENSE if it is one matrix."""
-        return self.facts.history_ranks.get(_short_name(layer), 0)
+        if self.facts.history_ranks:
+            return self.facts.history_ranks.get(_short_name(layer), 0)
+        return _by_pattern(self.history_pattern, layer, self.history_rank)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as plain data. Sets become sorted lists, so that the file is always the same."""

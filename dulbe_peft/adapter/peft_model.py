@@ -14,16 +14,17 @@ from typing import Any
 from huggingface_hub import CommitInfo, ModelCardData
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer, layers_of, temporarily
-from dulbe_peft.adapter.config import DENSE, PREFIX, DualModeLoraConfig, write_facts
+from dulbe_peft.adapter.config import DENSE, PREFIX, DualModeLoraConfig, history_fields, write_facts
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.saved import facts_of
 from dulbe_peft.adapter.targets import in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
+from dulbe_peft.utils.files import read_json, write_json
 from dulbe_peft.utils.hub import is_repo_id, push
 
 MARK = "<!-- made by dulbe_peft; without this line, saving leaves the text alone -->"
@@ -108,8 +109,13 @@ def save_pretrained(
     model.check_state("get_peft_model_state_dict")
     directory, base = str(save_directory), model.get_base_model()
     peft_method(directory, safe_serialization, selected_adapters, save_embedding_layers, is_main_process, **kwargs)
-    for name in (selected_adapters or model.peft_config) if is_main_process and safe_serialization else ():
+    for name in (selected_adapters or model.peft_config) if is_main_process else ():
         folder = Path(directory) if name == "default" else Path(directory, name)
+        layers = layers_of(base, name, DualModeLinear)
+        ranks = history_fields({key: layer.history_rank(name) for key, layer in layers.items()})
+        write_json(folder / CONFIG_NAME, read_json(folder / CONFIG_NAME) | ranks)
+        if not safe_serialization:
+            continue
         write_facts(folder / SAFETENSORS_WEIGHTS_NAME, facts_of(model.peft_config[name], base))
 
 

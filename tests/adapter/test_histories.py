@@ -1,5 +1,6 @@
 """Histories that become one matrix, ranks that differ between layers, and sums of adapters."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -148,7 +149,10 @@ def test_repeated_bases_warn_when_the_history_is_one_matrix(tiny_clip):
 def test_history_rank_is_read_from_the_tensors(tiny_clip, tmp_path):
     model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)), 3)
     model.save_pretrained(tmp_path)
-    assert "history" not in (tmp_path / "adapter_config.json").read_text(encoding="utf-8")
+    file = tmp_path / "adapter_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    assert settings["history_rank"] == 6  # load_adapter of transformers uses this value
+    file.write_text(json.dumps(settings | {"history_rank": 60_000}), encoding="utf-8")
     ranks = DualModeLoraConfig.from_pretrained(tmp_path).facts.history_ranks
     assert len(ranks) == len(model.dual_mode_layers()) and set(ranks.values()) == {6}
     loaded = PeftModel.from_pretrained(tiny_clip(), tmp_path)

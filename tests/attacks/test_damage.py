@@ -266,6 +266,7 @@ FORGERIES = [
     (ADAPTER, tensors("residual_B", lambda t: t.T.contiguous()), "residual_B.*shape|shape.*residual_B"),
     (ADAPTER, further("base_model.model.x.dulbe_P"), r"x\.dulbe_P"),
     (ADAPTER, further("base_model.model.visual_projection.weight"), "holds '.*visual_projection.weight'"),
+    (ADAPTER_CONFIG, fields(history_rank=10**12), "history_rank must be at most"),
     (ADAPTER_CONFIG, fields(residual_rank=5), "dulbe_P"),
     (HEAD, lambda content: content[: len(content) // 2], "head.safetensors is damaged"),
     (HEAD, tensors("visual_prototypes", nan), "visual_prototypes.*NaN"),
