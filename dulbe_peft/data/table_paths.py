@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from urllib.parse import unquote
 
 from dulbe_peft.data.columns import Table
@@ -17,7 +16,7 @@ from dulbe_peft.utils.terminal import counted
 def paths_of(table: Table) -> list[str]:
     """Return the table's paths with slashes, and for a missing file the path of the only file that it can mean."""
     root, written = table.path.parent, [table.path_of(index) for index in range(len(table.rows))]
-    paths = [_as_path(root, path) for path in written]
+    paths = [_as_path(str(root), path) for path in written]
     for index, path in enumerate(paths):
         if "://" in path:
             raise ValueError(f"{table.at(index)} of {table.path} has a URL, {path:.100}: download the images first")
@@ -25,10 +24,15 @@ def paths_of(table: Table) -> list[str]:
     if decoded:
         example = "{:.100} as {}".format(*decoded[0])
         table.notes.append(f"{table.path}: {counted(len(decoded), 'path')} decoded, such as {example}")
-    missing = list(dict.fromkeys(path for path in paths if not os.path.lexists(root / path)))
+    missing = list(dict.fromkeys(path for path in paths if not os.path.lexists(os.path.join(root, path))))
     if not missing:
         return paths
     resolved = _files_meant(missing, folder_content(root)[0], len(missing) > len(set(paths)) / 2)
+    if table.folder and not resolved and len(missing) == len(set(paths)):
+        raise ValueError(
+            f"{table.path} has no path of a file in {table.folder!r} and {table.paths!r}, such as {paths[0]:.100}: "
+            f"move the table to the photographs, or rename {table.folder!r} if it has no folders"
+        )
     for how in dict.fromkeys(how for _, how in resolved.values()):
         pairs = [(path, file) for path, (file, other) in resolved.items() if other == how]
         path, file = min(pairs)
@@ -38,16 +42,21 @@ def paths_of(table: Table) -> list[str]:
     return [resolved[path][0] if path in resolved else path for path in paths]
 
 
-def _as_path(root: Path, written: str) -> str:
+def _as_path(root: str, written: str) -> str:
     """Return the path of a file, which programs may write as a URL, with %20 for a blank, or as Label Studio does.
 
     The path as it is written comes first. If there is no file for any way of decoding it, the last way is returned.
     """
+    if os.path.lexists(os.path.join(root, written)):
+        return written
     slashes = written.replace("\\", "/")
     local = re.sub(r"^file:/+(?=[A-Za-z]:/)|^file:/*(?=/)", "", slashes, flags=re.IGNORECASE)
     local = re.sub(r"^.*/local-files/\?d=|^.*/data/upload/\d+/(?:[0-9a-f]{8}-)?", "", local)
-    ways = [written, slashes, unquote(slashes), local, unquote(local)]
-    return next((path for path in ways if os.path.lexists(root / path)), local if local == slashes else unquote(local))
+    ways = [way for way in dict.fromkeys((slashes, unquote(slashes), local, unquote(local))) if way != written]
+    return next(
+        (path for path in ways if os.path.lexists(os.path.join(root, path))),
+        local if local == slashes else unquote(local),
+    )
 
 
 def _files_meant(missing: list[str], files: Sequence[str], most: bool) -> dict[str, tuple[str, str]]:
@@ -65,7 +74,8 @@ def _files_meant(missing: list[str], files: Sequence[str], most: bool) -> dict[s
     ]
     depth = 0  # number of parts at the beginning that all paths have in common
     with suppress(ValueError):  # absolute and relative paths have nothing in common
-        depth = len(os.path.commonpath([os.path.dirname(path) for path in missing]).split("/")) if most else 0
+        common = os.path.commonpath([os.path.dirname(path) for path in missing]) if most else ""
+        depth = len(common.split("/")) if common else 0
     meant: dict[str, tuple[str, str]] = {}
     for start in range(depth + 1):
         for how, spelled in ways:

@@ -221,6 +221,15 @@ def test_path_in_two_columns_is_joined(tmp_path, header, folder):
     assert f"the paths are read from {header[0]!r} and {header[1]!r}" in load_data(file, None).notes[0]
 
 
+def test_column_that_only_looks_like_folders_is_named(tmp_path):
+    """Photographs of the same names beside the table may be others."""
+    pictures(tmp_path, "1.png", "2.png")
+    file = table(tmp_path / "data.csv", ["folder", "file", "label"], ["A", "1.png", "hat"], ["B", "2.png", "coat"])
+    words = r"no path of a file in 'folder' and 'file', such as A/1.png: .* or rename 'folder' if it has no folders"
+    with pytest.raises(ValueError, match=words):
+        load_data(file, None)
+
+
 def test_longest_of_several_paths_is_read(tmp_path):
     pictures(tmp_path, "A/1.png", "B/1.png", "1.png")
     header = ["SourceFile", "FileName", "Directory", "species"]
