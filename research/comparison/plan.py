@@ -27,6 +27,7 @@ DRIFT = {"auto": "follow", "linear": "move"}  # value of `drift` -> what a rule 
 
 CHOICE_FRACTION = 0.2  # fraction of the training images that is held out to choose settings
 LAST_TASK = "last task"  # as `retention` of a stream: the last task is not learned, and its test images are measured
+DRAWN = ("validation_fraction", "images_per_class", "test_images_per_class")  # without these, nothing is drawn
 # Settings that neither a stream nor a method may have, with the reason.
 _FIXED = {
     "output": "the command line sets one folder for all runs",
@@ -151,7 +152,10 @@ class Plan(Record):
         seeds = {"seed": seed, "order_seed": seed, "draw_seed": seed}
         if self.streams[stream].get("class_order") is not None:
             del seeds["order_seed"]
-        settings = seeds | self.streams[stream] | self.methods[method] | more
+        given = self.streams[stream] | self.methods[method] | more
+        if all(given.get(name) is None for name in DRAWN):
+            del seeds["draw_seed"]
+        settings = seeds | given
         if self.trains(method):  # keeps the features from before each task, which any drift correction needs
             settings["drift"] = "linear"
         elif settings.get("precision", "auto") == "auto":
