@@ -54,6 +54,12 @@ MAX_HISTORY_RANK = 2**20  # enough for 100,000 tasks; a file that claims a highe
 FORMAT = "dulbe-adapter-1"  # the entry of an adapter file's metadata
 
 
+class _MadeOn(Record):
+    tower: str | None = None
+    base_digests: dict[str, str] = {}
+    base_settings: dict[str, str] = {}
+
+
 class _SavedFacts(Record):
     tower: str | None
     base_digests: dict[str, str]
@@ -171,15 +177,21 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
         },
     )
 
-    # transformers' own `load_adapter` reads nothing but this file before it makes the layers, so the ranks stand here.
+    # transformers' own `load_adapter` reads nothing but this file before it makes the layers, so these stand here.
     history_rank: int = field(default=0, metadata={"help": "Rank of the saved history. Saving writes it."})
     history_pattern: dict[str, int] = field(
         default_factory=dict,
         metadata={"help": "Layers whose saved history has another rank; -1 means one matrix. Saving writes them."},
     )
+    made_on: dict[str, Any] = field(default_factory=dict, metadata={"help": "The base model. Saving writes it."})
 
     def __post_init__(self) -> None:
-        self.facts = AdapterFacts()  # of the file from which `from_pretrained` has read the configuration; no field
+        try:
+            made_on = _MadeOn.model_validate(self.made_on)
+        except ValidationError as error:
+            raise ValueError(f"made_on is damaged: {first_problem(error)}") from error
+        # Of the file from which the configuration was read. This is no field, so that a copy is of a fresh adapter.
+        self.facts, self.made_on = AdapterFacts(**made_on.model_dump()), {}
         PeftConfig.__post_init__(self)
         AdapterSettings.__post_init__(self)
         self.peft_type = DULBE

@@ -113,10 +113,12 @@ def save_pretrained(
         folder = Path(directory) if name == "default" else Path(directory, name)
         layers = layers_of(base, name, DualModeLinear)
         ranks = history_fields({key: layer.history_rank(name) for key, layer in layers.items()})
-        write_json(folder / CONFIG_NAME, read_json(folder / CONFIG_NAME) | ranks)
+        facts = facts_of(model.peft_config[name], base)
+        made_on = {key: getattr(facts, key) for key in ("tower", "base_digests", "base_settings")}
+        write_json(folder / CONFIG_NAME, read_json(folder / CONFIG_NAME) | ranks | {"made_on": made_on})
         if not safe_serialization:
             continue
-        write_facts(folder / SAFETENSORS_WEIGHTS_NAME, facts_of(model.peft_config[name], base))
+        write_facts(folder / SAFETENSORS_WEIGHTS_NAME, facts)
 
 
 def load_adapter(

@@ -37,7 +37,7 @@ from dulbe_peft.utils.terminal import counted, print_once
 # Files that a run, or a report on it, writes beside the task folders.
 FILES = (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, PREDICTIONS_FILE, "accuracy.png", "tasks.png", "pictures")
 # Entries of an adapter's configuration that are not settings.
-_NO_SETTINGS = ("history_pattern", "history_rank", "inference_mode", "peft_version")
+_NO_SETTINGS = ("history_pattern", "history_rank", "inference_mode", "made_on", "peft_version")
 ELSEWHERE = "choose another output folder"
 Texts = Mapping[str, Sequence[str]]
 _SHOWN = 3  # number of images that a message names
