@@ -146,7 +146,8 @@ class DualModeTrainer(Trainer):
             transformers' TrainOutput.
 
         Raises:
-            ValueError: If `ClassIncrementalLearner.learn_task` would raise one, or the checkpoint is of another task.
+            ValueError: If `ClassIncrementalLearner.learn_task` would raise one, the checkpoint is of another task, or
+                `update_share` is not 1 and the training resumes.
             CheckpointError: If the given checkpoint is damaged or incomplete.
         """
         check_dataset("train_dataset", self.train_dataset)
@@ -162,6 +163,11 @@ class DualModeTrainer(Trainer):
             self.learner.encoder.autocast = self.accelerator.autocast  # type: ignore[method-assign]
         if self._given_optimizers and self.optimizer is None:
             raise ValueError("the given optimizers belong to an earlier task: set .optimizer and .lr_scheduler again")
+        if resume_from_checkpoint and (share := self.learner.args.update_share) != 1:
+            raise ValueError(
+                f"update_share is {share!r}, but a checkpoint does not hold how its task began, so no share of its "
+                "update can be kept: resume with update_share=1, or train the task again without resuming"
+            )
         with self.learner.transaction():
             checkpoint = self._resume(resume_from_checkpoint) if resume_from_checkpoint else None
             folder = None if checkpoint is None else str(checkpoint)

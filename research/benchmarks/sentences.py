@@ -188,21 +188,6 @@ def differences(results: Path, file: str, classifier: str) -> str:
     )
 
 
-def rates(results: Path, file: str = "rates") -> str:
-    """Return a bullet for each learning rate: its gains, and the change on classes that are never learned."""
-    rows = [row for row in compared(results, file).values() if row["gain"]]
-    bullets = []
-    for method in dict.fromkeys(row["method"] for row in rows):
-        these = [row for row in rows if row["method"] == method]
-        gains = [
-            f"`{name}` {spread(100 * float(row['gain']) for row in these if row['classifier'] == name)}"
-            for name in ("text", "bayes")
-        ]
-        kept = {row["stream"]: 100 * (float(row["retention"]) - float(row["retention_before"])) for row in these}
-        bullets.append(f"- {method}, {len(kept)} streams: {', '.join(gains)}; known {spread(kept.values())}.")
-    return "\n".join(bullets)
-
-
 def _other_rate(row: Row, every: dict[tuple[str, str, str], Row]) -> str:
     """Return both rates if DuLBE is the reference, and chose another one for the same classifier."""
     usual = every.get((row["stream"], "DuLBE", short(row["classifier"])))
@@ -375,7 +360,6 @@ _SENTENCES = (
     chosen_on,
     changes,
     differences,
-    rates,
     small,
     keeping,
     estimated,

@@ -137,13 +137,13 @@ def test_trainer_equals_the_learner_bit_for_bit(base, tasks, whole, tmp_path):
 
 
 def test_paper_arguments_equal_the_learners_defaults(base, tasks, tmp_path):
-    """A trainer without arguments uses them too. Only the learning rate differs, because the model is small."""
+    """A trainer without arguments uses them too. Only the share of each update differs: the paper keeps all of it."""
     quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
     model, processor = adapted(base)
     paper = paper_arguments(str(tmp_path), **quiet)
     trainer = DualModeTrainer(model, paper, tasks[0].train, processing_class=processor)
     trainer.train()
-    defaults = LearnerArguments(precision=trainer.learner.args.precision, learning_rate=1e-3)
+    defaults = LearnerArguments(precision=trainer.learner.args.precision, learning_rate=1e-3, update_share=1)
     assert trainer.learner.args.portable() == defaults.portable()
     assert list(trainer.learner.classifiers) == ["bayes", "pooled_bridge"]
     expected = learner_of(base, classifiers=None, epochs=defaults.epochs, batch_size=defaults.batch_size)
@@ -153,6 +153,21 @@ def test_paper_arguments_equal_the_learners_defaults(base, tasks, tmp_path):
     assert (bare.learning_rate, bare.max_grad_norm, bare.lr_scheduler_type) == (1e-3, 0, "cosine")
     changed = paper_arguments("out", num_train_epochs=4, seed=7)
     assert (changed.num_train_epochs, changed.seed, changed.per_device_train_batch_size) == (4, 7, 32)
+
+
+@pytest.mark.slow
+def test_share_of_the_update_is_that_of_the_learner(base, tasks, tmp_path):
+    """A number and "auto" act after the trainer's loop. A checkpoint does not hold how its task began."""
+    for share in (0.25, "auto"):
+        trainer = learn(trainer_of(base, tmp_path, PROMPT | {"update_share": share}), tasks[:1])
+        learner = learner_of(base, classifiers=None, epochs=2, batch_size=8, update_share=share, **PROMPT)
+        learner.learn_task(tasks[0].train)
+        assert trainer.learner.record.update_share == learner.record.update_share
+        assert_alike(trainer.learner, learner)
+        with pytest.raises(
+            ValueError, match=f"update_share is {share!r}, but a checkpoint does not hold how its task"
+        ):
+            trainer.train(resume_from_checkpoint=True)
 
 
 @pytest.mark.slow
