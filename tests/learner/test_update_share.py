@@ -118,7 +118,7 @@ def test_text_tower_moves_the_share_of_the_way(base, tasks):
 def test_chosen_share_moves_the_features_by_at_most_the_limit(movement, error):
     share = share_of(error, movement)
     assert 0 < share <= 1 and (share < 1 or movement <= MOVED)
-    assert movement * share**2 <= MOVED * error**2 * 1.11  # the share has two digits
+    assert movement * share**2 <= MOVED * error * 1.11  # the share has two digits
 
 
 @pytest.mark.parametrize("strategy", ["dulbe", "lora"])
