@@ -83,7 +83,7 @@ def test_class_means_and_cosines_of_joined_features_equal_literal_ones():
 
 
 def test_names_are_compared_by_the_mean_of_both_towers_scores():
-    learner = learned(tiny_learner("loda:towers=2", ("text",), learning_rate=1e-2), 2)
+    learner = learned(tiny_learner("loda:towers=2", ("text",), learning_rate=1e-2, update_share=1.0), 2)
     images, names = [pixels for pixels, _ in IMAGES], learner.class_names
     z, e = learner.image_embeds(images), learner.text_embeds(names)
     with learner.model.disable_adapter(), learner.encoder.encoding_by(None):
@@ -92,7 +92,7 @@ def test_names_are_compared_by_the_mean_of_both_towers_scores():
         z1, e1 = learner.image_embeds(images), learner.text_embeds(names)
     assert (z0 - z1).abs().max() > 1e-3 and (e0 - e1).abs().max() > 1e-4
     torch.testing.assert_close(z @ e.T, (z0 @ e0.T + z1 @ e1.T) / 2, rtol=0, atol=1e-5)
-    plain = learned(tiny_learner("loda", ("text",), learning_rate=1e-2), 2)
+    plain = learned(tiny_learner("loda", ("text",), learning_rate=1e-2, update_share=1.0), 2)
     assert torch.equal(plain.image_embeds(images), z1)  # training is the same
     torch.testing.assert_close(joined(z0, z1).norm(dim=1), torch.ones(4))
 
