@@ -36,7 +36,7 @@ def hull_table(found: dict[str, Curve]) -> list[list[str]]:
         for place in curve.hull:
             seeds = str(len(place.learned))
             if place.share or len(found) == 1 or len(curve.places) == 1:
-                settings = place.settings.replace("=", " = ")
+                settings = place.settings.replace("=", " = ").replace(",", ", ")
                 share = f"{place.share:g}" if place.share else "nothing trained"
                 lines.append([method, settings, share, _mean(place.learned), _mean(place.unlearned), seeds])
     return lines
@@ -123,7 +123,8 @@ def frontier_figure(found: dict[str, Curve], caption: str, classifier: str = TEX
         faint: dict[str, Any] = {**style, "linestyle": "none", "markersize": 3, "alpha": 0.35}
         axes.plot([100 * p.x for p in below], [100 * p.y for p in below], **faint)
         bars = [[_half(getattr(p, side)) for p in curve.hull] for side in ("unlearned", "learned")]
-        style |= {"markersize": 4, "linewidth": 1.5, "elinewidth": 0.5, "label": method}
+        style |= {"markersize": 4, "linewidth": 1.5, "elinewidth": 0.6, "label": method}
+        style["ecolor"] = (style["color"], 0.35)
         xs, ys = ([100 * value for value in values] for values in zip(*((p.x, p.y) for p in curve.hull)))
         axes.errorbar(xs, ys, xerr=bars[0], yerr=bars[1], **style)
     axes.plot([100 * start.x], [100 * start.y], "D", color=INK, markersize=6, label="nothing trained", zorder=5)
