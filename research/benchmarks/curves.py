@@ -17,6 +17,7 @@ from research.comparison.frontier_page import frontier_svg, hull_table, loss_tab
 from research.comparison.measured import TEXT, Measured, read_all
 
 FILES = Path(__file__).parents[2] / "examples" / "frontiers"
+CELLS = Path(__file__).parent / "results" / "frontiers"
 REFERENCE, NOT_MEASURED = "DuLBE", "Not measured."
 # Figures of the docs: name -> file, stream and methods.
 FIGURES = {"frontier": ("handwriting", "16 images, ten tasks", ("frozen", "DuLBE", "LoRA", "merged LoRA"))}
@@ -43,8 +44,12 @@ def said(results: Path, file: str, stream: str, classifier: str = TEXT, methods:
     return minus(sentence(by_method, REFERENCE)) if REFERENCE in by_method else NOT_MEASURED
 
 
-def cells(results: Path, file: str) -> str:
-    """Return a bullet for each stream of a file: how many of its cells are measured, and which are not."""
+def cells(results: Path, files: str) -> str:
+    """Return a bullet for each stream of some files: which of its cells are measured, and which are not."""
+    return "\n".join(bullet for file in files.split(";") for bullet in _cells(results, file))
+
+
+def _cells(results: Path, file: str) -> list[str]:
     content, bullets = read_yaml(FILES / f"{file}.yaml", "comparison"), []
     records = of_file(results, file)
     for stream in content["streams"]:
@@ -55,8 +60,9 @@ def cells(results: Path, file: str) -> str:
             group = none if not done else whole if done == planned else partly
             group.append(method if group is not partly else f"{method} ({done} of {planned} cells)")
         parts = (("measured: ", whole), ("in part: ", partly), ("not measured: ", none))
-        bullets.append(f"- {stream}: " + "; ".join(words + ", ".join(names) for words, names in parts if names) + ".")
-    return "\n".join(bullets)
+        text = "; ".join(words + ", ".join(names) for words, names in parts if names)
+        bullets.append(f"- `{file}.yaml`, {stream}: {text}.")
+    return bullets
 
 
 def half(results: Path, file: str = "scales") -> str:

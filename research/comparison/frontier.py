@@ -41,9 +41,9 @@ def frontier(
     log: Callable[[str], None] = print,
     draw: bool = False,
 ) -> list[Measured]:
-    """Run the cells that no file in the folder `cells` has, write their files, and return all that are measured.
+    """Run the cells that have no file in `output` or in the folder `cells`, which is only read, and write their files.
 
-    With `draw`, return those that have a file, and run nothing.
+    Return all that are measured. With `draw`, run nothing.
 
     Raises:
         ValueError: A file or a run has other settings, images or another model. Nothing is run.
@@ -52,13 +52,18 @@ def frontier(
     if jobs is not None:
         check_int("jobs", jobs, 1)
     output = Path(output).absolute()
-    cells = output / "cells" if cells is None else Path(cells).absolute()
     check_outside_saved(output, "write a frontier")
     for name in plan.streams:
         if name not in plan.retentions:
             raise ValueError(f"stream {name!r} has no retention; a frontier needs classes that are never learned")
-    work = [_Work(cell, rows, point_of(plan, cell), cells / _file(cell)) for cell, rows in plan.every_combination()]
+    work = [
+        _Work(cell, rows, point_of(plan, cell), output / "cells" / _file(cell))
+        for cell, rows in plan.every_combination()
+    ]
     found = {one.path: read_measured(one.path, one.cell, one.point, one.rows) for one in work}
+    for one in work:
+        if found[one.path] is None and cells is not None:
+            found[one.path] = read_measured(Path(cells) / _file(one.cell), one.cell, one.point, one.rows)
     missing = [one for one in work if found[one.path] is None]
     for one in missing:
         is_done(one.cell, output, one.rows)  # refuses a run with other settings before hours of others

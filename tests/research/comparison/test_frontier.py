@@ -105,13 +105,18 @@ def test_kept_cells_are_enough_and_nothing_is_run_again(copied, monkeypatch, tmp
 
 def test_only_the_missing_cell_is_run(copied, tmp_path):
     cells, plan, records = copied
-    next(cells.glob("digits/DuLBE/*0.1/seed-1.json")).unlink()
+    gone = next(cells.glob("digits/DuLBE/*0.1/seed-1.json"))
+    gone.unlink()
     assert not_measured(plan, read_all(cells)) == ["digits: DuLBE: learning_rate=0.1: seeds 1"]
     drawn_only = frontier(plan, tmp_path / "out", cells, jobs=1, log=quiet, draw=True)
     assert len(drawn_only) == len(records) - 1 and not (tmp_path / "out").exists()
     again = frontier(plan, tmp_path / "out", cells, jobs=1, log=quiet)
     assert [one.points for one in again] == [one.points for one in records]
     assert len(list((tmp_path / "out").rglob("cell.json"))) == 1
+    assert (tmp_path / "out" / "cells" / gone.relative_to(cells)).is_file() and not gone.exists(), (
+        "cells are only read"
+    )
+    assert frontier(plan, tmp_path / "out", cells, jobs=1, log=quiet) == again
 
 
 def test_a_cell_without_a_classifier_is_measured_again(copied, content, tmp_path):
