@@ -71,6 +71,8 @@ def sentence(found: dict[str, Curve], reference: str) -> str:
             ]
             if any(parts):
                 said.append(f"{' and '.join(filter(None, parts))} that of {method}")
+            elif known:
+                said.append(f"level with that of {method}")
     if not said:
         return f"No other method was measured beside {reference}."
     losses = f"{', '.join(map(points_off, LOSSES[:-1]))} or {points_off(LOSSES[-1])}"

@@ -260,6 +260,9 @@ def test_sentence_says_who_is_above_whom_and_where():
         "+2.0, clear) that of LoRA; above at 2, 4 and 8 (+0.3 to +3.0, clear) and below at 0.5 and 1 (-1.0 to -0.5, "
         "clear) that of weak; below (-3.0 to -1.5, clear) that of strong (2 seeds)."
     )
+    assert "is level with that of same (2 seeds)" in sentence(
+        curves(made_records(DuLBE=(49, 48), same=(49, 48)), "s"), "DuLBE"
+    )
     lines = loss_table(found, "DuLBE")
     assert lines[1][:3] == ["DuLBE", "52.5", "55.0"] and lines[2][:3] == ["LoRA", "52.0 (-0.5)", "54.0 (-1.0)"]
 
