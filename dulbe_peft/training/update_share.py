@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dulbe_peft.training.state import LearnerState
 
-MOVED = 0.0175
+MOVED = 0.016
 
 
 def can_share(state: LearnerState) -> bool:
@@ -59,7 +59,7 @@ def facts(before: Tensor, after: Tensor, labels: Tensor, text: Tensor) -> tuple[
 def share_of(error: float, moved: float) -> float:
     """Return the share, rounded to two digits.
 
-    >>> share_of(0.5, 0.14), share_of(0.9, 0.01)
+    >>> share_of(0.5, 0.128), share_of(0.9, 0.01)
     (0.25, 1.0)
     """
     return 1.0 if moved <= MOVED * error else float(f"{math.sqrt(MOVED * error / moved):.2g}")
