@@ -501,8 +501,9 @@ def test_named_class_order_is_the_same_for_all_training_seeds(content, tmp_path)
         names = ("seed", "order_seed", "draw_seed", "class_order")
         return {cell.seed: tuple(cell.settings.get(name) for name in names) for cell in cells}
 
-    assert orders() == {0: (0, 0, 0, None), 1: (1, 1, 1, None)}
-    assert orders(class_order="pilot") == {0: (0, None, 0, "pilot"), 1: (1, None, 1, "pilot")}
+    assert orders() == {0: (0, 0, None, None), 1: (1, 1, None, None)}, "nothing is drawn, which refuses a seed"
+    assert orders(images_per_class=2) == {0: (0, 0, 0, None), 1: (1, 1, 1, None)}
+    assert orders(class_order="pilot") == {0: (0, None, None, "pilot"), 1: (1, None, None, "pilot")}
     assert orders(order_seed=7, draw_seed=8) == {0: (0, 7, 8, None), 1: (1, 7, 8, None)}
 
 
