@@ -54,6 +54,8 @@ def run(
     for name in ("model",) if settings.get("dry_run") else ("model", "data", "output"):
         if not settings.get(name):
             raise ValueError(f"--{name} is required")
+    if model.revision and Path(str(model.model)).is_dir():
+        raise ValueError(f"--revision is {model.revision!r}, but {model.model} is a folder, not a Hub id: omit it")
     order = None if stream.class_order in NAMED_ORDERS else stream.class_order
     files = {"class_names": source.class_names, "class_texts": stream.class_texts, "class_order": order}
     check_given(None, None if model.revision else model.model, **files)
