@@ -1,4 +1,8 @@
-"""Find images whose label is probably wrong, because a classifier that has not seen them predicts another class."""
+"""Find images whose label is probably wrong, because a classifier that has not seen them predicts another class.
+
+With groups, all photographs of a group with the same label are an item. An item is judged by the mean of their
+log-probabilities, because its photographs have one label and are wrong together.
+"""
 
 import warnings
 from collections.abc import Hashable, Sequence
@@ -17,21 +21,39 @@ TRIALS, ENOUGH = 5, 60  # at most 5 trials, fewer if 60 labels have been swapped
 
 
 class Doubt(NamedTuple):
-    """An image whose label is doubtful, its predicted class, and the probabilities of its label and of this class."""
+    """An image or item whose label is doubtful, its predicted class, and the probabilities of label and this class.
+
+    `image` is the first of `images`, the photographs of the item, of which `alike` look like the predicted class.
+    """
 
     image: int
     predicted: int
     own: float
     probability: float
+    images: tuple[int, ...]
+    alike: int
 
 
 class Trial(NamedTuple):
-    """Counts over all trials: swapped labels that were found, swapped labels, other labels doubted, other labels."""
+    """Counts over all trials: swapped labels that were found, swapped labels, other labels doubted, other labels.
+
+    With groups, these are labels of items.
+    """
 
     found: int
     swapped: int
     others_doubted: int
     others: int
+
+
+def items_of(labels: np.ndarray, groups: np.ndarray | None = None) -> list[tuple[int, ...]]:
+    """Return the images of each item, in a class with two items or more: those with the same label and group."""
+    keys = np.arange(len(labels)) if groups is None else groups
+    pairs = np.stack([np.unique(keys, return_inverse=True)[1].reshape(-1), labels], axis=1)
+    _, places, sizes = np.unique(pairs, axis=0, return_inverse=True, return_counts=True)
+    rows = np.split(np.argsort(places.reshape(-1), kind="stable"), np.cumsum(sizes)[:-1])
+    several = np.bincount([labels[of[0]] for of in rows], minlength=labels.max() + 1) > 1
+    return [tuple(of.tolist()) for of in rows if several[labels[of[0]]]]
 
 
 def try_swapped_labels(
@@ -43,19 +65,30 @@ def try_swapped_labels(
 ) -> Trial | None:
     """Swap some labels between classes on a copy, and count how many of the swapped labels `doubtful_labels` finds.
 
-    The arguments are those of `doubtful_labels`. Classes keep their sizes. Return None if fewer than two classes have
-    two images or more.
+    The arguments are those of `doubtful_labels`. With groups, whole items are swapped. Classes keep their numbers of
+    items. Return None if fewer than two classes have two items or more.
     """
-    judged = np.flatnonzero(np.bincount(labels)[labels] > 1)
+    items = items_of(labels, groups)
+    owners = np.array([labels[of[0]] for of in items], dtype=np.int64)
+    # An item must not meet photographs of its group that have the label already.
+    has = set() if groups is None else {*zip(groups.tolist(), labels.tolist(), strict=True)}
+    inside = np.array(
+        [groups is None or sum((groups[of[0]], c) in has for c in np.unique(labels)) == 1 for of in items]
+    )
+    judged = np.flatnonzero(inside)
     pairs = min(max(1, round(SWAPPED * len(judged) / 2)), ENOUGH // 2)
     generator, trial = np.random.default_rng(0), Trial(0, 0, 0, 0)
     for _ in range(TRIALS):
-        changed = _swapped(labels, generator.permutation(judged), pairs)
-        places = {*np.flatnonzero(changed != labels).tolist()}
+        given = _swapped(owners, generator.permutation(judged), pairs)
+        places = {items[at] for at in np.flatnonzero(given != owners)}
         if not places:
             return None
-        doubted = {doubt.image for doubt in doubtful_labels(features, changed, texts, logit_scale, groups)}
-        counts = len(doubted & places), len(places), len(doubted - places), len(judged) - len(places)
+        changed = labels.copy()
+        for of, label in zip(items, given, strict=True):
+            changed[list(of)] = label
+        doubted = {doubt.images for doubt in doubtful_labels(features, changed, texts, logit_scale, groups)}
+        others = {*items} - places
+        counts = len(doubted & places), len(places), len(doubted & others), len(others)
         trial = Trial(*(before + now for before, now in zip(trial, counts, strict=True)))
         if trial.swapped >= ENOUGH:
             break
@@ -63,11 +96,11 @@ def try_swapped_labels(
 
 
 def _swapped(labels: np.ndarray, order: np.ndarray, pairs: int) -> np.ndarray:
-    """Return a copy of the labels in which at most `pairs` pairs of images, drawn in this order, swap their labels."""
+    """Return a copy of the labels in which at most `pairs` pairs of items, drawn in this order, swap their labels."""
     changed, left = labels.copy(), order.tolist()
     while pairs and left:
         first = left.pop()
-        second = next((image for image in reversed(left) if labels[image] != labels[first]), None)
+        second = next((item for item in reversed(left) if labels[item] != labels[first]), None)
         if second is None:
             break
         left.remove(second)
@@ -83,17 +116,18 @@ def doubtful_labels(
     logit_scale: float,
     groups: np.ndarray | None = None,
 ) -> list[Doubt]:
-    """Return the doubtful images, the least probable label first.
+    """Return the doubtful items, the least probable label first, and then doubtful images of other items.
 
-    `bayes` predicts each fifth of the images after it has learned the others. An image that is alone in its class is
-    left out, because no other image shows that class.
+    `bayes` predicts each fifth of the images after it has learned the others. An image or item that is alone in its
+    class is left out, because no other one shows that class.
 
     Args:
         features: Features of the images, (n, d).
         labels: Class indices, (n,).
         texts: Text features of the classes, (classes, d), or None.
         logit_scale: The scale of the model's cosines.
-        groups: The number of each image's group, (n,), or None. Images of a group are left out together.
+        groups: The number of each image's group, (n,), or None: each image is an item. Images of a group are left
+            out together.
     """
     rows, classes, targets = _judged(labels)
     if len(classes) < 2:
@@ -103,13 +137,31 @@ def doubtful_labels(
         probabilities = _left_out(classifier, features[rows], targets)
     else:
         left, probabilities = _groups_left_out(classifier, features[rows], targets, groups[rows])
-        rows, targets = rows[left], targets[left]
-    predicted = probabilities.argmax(axis=1)
-    doubtful = np.flatnonzero(predicted != targets)
-    own, best = probabilities[doubtful, targets[doubtful]], probabilities[doubtful, predicted[doubtful]]
-    columns = rows[doubtful], classes[predicted[doubtful]], own, best
-    doubts = [Doubt(*each) for each in zip(*(column.tolist() for column in columns), strict=True)]
-    return sorted(doubts, key=lambda doubt: (doubt.own, doubt.image))
+        rows = rows[left]
+    place = {image: at for at, image in enumerate(rows.tolist())}
+    logs, target_of = np.log(np.maximum(probabilities, 1e-300)), dict(zip(classes.tolist(), range(len(classes))))
+
+    def doubt_of(images: tuple[int, ...]) -> Doubt | None:
+        at = [place[image] for image in images if image in place]
+        if not at:
+            return None
+        mean = logs[at].mean(axis=0)
+        mean = np.exp(mean - np.logaddexp.reduce(mean)) if len(at) > 1 else probabilities[at[0]]
+        best, own = int(mean.argmax()), target_of[int(labels[images[0]])]
+        alike = int((logs[at].argmax(axis=1) == best).sum())
+        found = Doubt(images[0], int(classes[best]), float(mean[own]), float(mean[best]), images, alike)
+        return None if best == own else found
+
+    items = items_of(labels, groups)
+    doubts = [doubt for doubt in map(doubt_of, items) if doubt]
+    inside = {image for doubt in doubts for image in doubt.images}
+    singles = [(image,) for of in items if len(of) > 1 for image in of if image not in inside]
+    further = [doubt for doubt in map(doubt_of, singles) if doubt]
+    return [*sorted(doubts, key=_rank), *sorted(further, key=_rank)]
+
+
+def _rank(doubt: Doubt) -> tuple[float, int]:
+    return doubt.own, doubt.image
 
 
 def _left_out(classifier: FeatureClassifier, features: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -138,24 +190,32 @@ def _groups_left_out(
         warnings.filterwarnings("ignore", "no image could be left out", UserWarning)
         for part in np.unique(parts[left]):
             # Images of the part in a class that would lose all of its images are learned.
-            classifier.fit(features[parts != part], targets[parts != part])
+            learned = parts != part
+            classifier.fit(features[learned], targets[learned], groups[learned])
             found[parts == part] = classifier.predict_proba(features[parts == part])
     return left, found[left]
 
 
 def wrong_labels(
-    features: np.ndarray, labels: np.ndarray, texts: np.ndarray | None, logit_scale: float
+    features: np.ndarray,
+    labels: np.ndarray,
+    texts: np.ndarray | None,
+    logit_scale: float,
+    groups: np.ndarray | None = None,
 ) -> tuple[tuple[float, float, float] | None, list[int]]:
     """Return `Classifier.wrong_labels` of a `bayes` that has learned all images, and the `misnamed` classes.
 
-    The arguments are those of `doubtful_labels`. An image that is alone in its class is left out.
+    The arguments are those of `doubtful_labels`. An image that is alone in its class is left out. The share is None
+    if too few images or items could be left out to tell wrong labels.
     """
     rows, classes, targets = _judged(labels)
     if len(classes) < 2:
         return None, []
-    learned = _classifier(classes, texts, logit_scale).fit(features[rows], targets).classifier_
+    together = None if groups is None else groups[rows]
+    learned = _classifier(classes, texts, logit_scale).fit(features[rows], targets, together).classifier_
     assert isinstance(learned, BayesClassifier)
-    return learned.wrong_labels, [int(classes[int(place)]) for place in learned.misnamed]
+    told = any(any(task.wrong) for task in learned.calibration)  # all are 0 if there are few items
+    return learned.wrong_labels if told else None, [int(classes[int(place)]) for place in learned.misnamed]
 
 
 def expected_errors(doubts: Sequence[Doubt], wrong: float, labels: np.ndarray) -> float:

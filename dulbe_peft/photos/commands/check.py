@@ -5,7 +5,8 @@
 The command decodes every image and compares all images with each other. The page shows duplicates
 side by side, and a few photographs of each class. --check-labels lists the ten images whose label is
 most doubtful, because they look like another class; the table lists all of them, with the proposed
-class and its probability. The command estimates how many labels are wrong, and swaps some labels on
+class and its probability. With --group or --group-seconds, as for run, whole items are judged and
+listed first. The command estimates how many labels are wrong, and swaps some labels on
 purpose to count how many of these it finds. --move-to moves the files of the table into one folder
 for each finding, so that you can look at them there; of two copies, it moves the second. The exit
 status is 2 if images cannot be read, and 0 otherwise.
@@ -17,7 +18,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.photos.commands.advice import print_next_command
@@ -48,7 +49,20 @@ if TYPE_CHECKING:
     from dulbe_peft.photos.data.inventory import Found, Inventory, Pictures
     from dulbe_peft.photos.doubtful_labels import Doubt, Trial
 
-    Doubtful = tuple[Found, str, str, str]  # an image, what it looks like, the proposed class, and its probability
+
+class Doubtful(NamedTuple):
+    """The photographs of an item, or one image; its name, what it looks like, the proposed class, its probability."""
+
+    images: list[Found]
+    name: str
+    why: str
+    proposed: str
+    probability: str
+
+    @property
+    def label(self) -> str:
+        return self.images[0].label
+
 
 STRIP = 8  # thumbnails shown for each class
 PAIRS = 100  # duplicates shown on the page
@@ -58,10 +72,11 @@ VIEWS = (
     "many photographs look like one another; if they show the same items, give their groups (--group): the other "
     "views of an item with a wrong label speak for it"
 )
+FEW_ITEMS = "too few items to say how many labels are wrong"
 NO_DOUBTS = "no image looks more like another class than like its own"
 HEADER = ["split", "path", "finding", "detail", "proposed_class", "probability"]
 TRUSTED = 0.8  # if a smaller share of the swapped labels is found, other wrong labels are probably missed, too
-LEFT_OUT, MOVED = "left out", "moved.csv"
+LEFT_OUT, LOOKS, MOVED = "left out", "looks like another class", "moved.csv"
 SMALL = 64  # pixels; smaller images show little to a model that expects 224 pixels
 
 
@@ -110,8 +125,8 @@ def check(
     doubtful: list[Doubtful] = []
     reliability: list[str] = []
     if learner is not None:
-        doubtful, reliability = _doubtful(parts, learner)
-        doubts = [f"  {printable(image.name)}: looks like {why}" for image, why, _, _ in doubtful[:DOUBTFUL]]
+        doubtful, reliability = _doubtful(parts, learner, inventory.group_names)
+        doubts = [f"  {printable(found.name)}: {found.why}" for found in doubtful[:DOUBTFUL]]
         if len(doubtful) > DOUBTFUL:
             doubts.append(f"  ... and {len(doubtful) - DOUBTFUL} more, which --csv FILE lists")
         print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts, *reliability]), file=words)
@@ -173,20 +188,21 @@ def _findings(inventory: Inventory, doubtful: list[Doubtful]) -> Iterator[list[s
     kinds = dict(zip(ALIKE, ("duplicate", "same pixels", "near copy"), strict=True))
     for first, second, how in inventory.duplicates:
         yield [second.split, second.name, kinds[how], f"of {first.split}: {first.name}"]
-    for image, why, proposed, probability in doubtful:
-        yield [image.split, image.name, "looks like another class", why, proposed, probability]
+    for found in doubtful:
+        for image in found.images:
+            yield [image.split, image.name, LOOKS, found.why, found.proposed, found.probability]
 
 
 def _doubtful(
-    parts: Mapping[str, LabelledImages], learner: ClassIncrementalLearner
+    parts: Mapping[str, LabelledImages], learner: ClassIncrementalLearner, group_names: Mapping[int, str]
 ) -> tuple[list[Doubtful], list[str]]:
-    """Return the images with doubtful labels, the least probable label first, and lines on labels and names."""
+    """Return the items or images with doubtful labels, and lines on labels and names."""
     import numpy as np
     import torch
 
     from dulbe_peft.classifiers.groups import MANY_ALIKE, share_alike
     from dulbe_peft.photos.data.inventory import Found
-    from dulbe_peft.photos.doubtful_labels import doubtful_labels, try_swapped_labels, wrong_labels
+    from dulbe_peft.photos.doubtful_labels import doubtful_labels, items_of, try_swapped_labels, wrong_labels
     from dulbe_peft.training.state import about_names
 
     names = next(iter(parts.values())).class_names
@@ -195,43 +211,59 @@ def _doubtful(
     alike = learner.encoder.has_names and learner.encoder.projection is None
     texts = learner.text_embeds(names).cpu().numpy() if alike else None
     places = [(split, part, index) for split, part in parts.items() for index in range(len(part))]
-    rows = []
     given = features, labels, texts, learner.logit_scale
     groups = [part.groups for part in parts.values() if part.groups is not None]
     alone = np.concatenate(groups) if groups else None
-    doubts = doubtful_labels(*given, alone)
+    doubts, rows = doubtful_labels(*given, alone), []
     for doubt in doubts:
-        split, part, index = places[doubt.image]
-        image, other = Found(split, index, part.item_name(index), names[labels[doubt.image]]), names[doubt.predicted]
-        why = f"{printable(other)!r}, not like {printable(image.label)!r} (probability {doubt.own:.1%})"
-        rows.append((image, why, other, f"{doubt.probability:.4f}"))
-    wrong, misnamed = wrong_labels(*given)
+        label, other = names[labels[doubt.image]], names[doubt.predicted]
+        images = [Found(split, at, part.item_name(at), label) for split, part, at in (places[i] for i in doubt.images)]
+        several = len(images) > 1
+        named = group_names.get(int(alone[doubt.image])) if several and alone is not None else None
+        views = f"{doubt.alike} of {len(images)} photographs look" if several else "looks"
+        why = f"{views} like {printable(other)!r}, not like {printable(label)!r} (probability {doubt.own:.1%})"
+        rows.append(Doubtful(images, named or images[0].name, why, other, f"{doubt.probability:.4f}"))
+    wrong, misnamed = wrong_labels(*given, alone)
     rows_alike = alone is None and share_alike(torch.from_numpy(features), torch.from_numpy(labels)) > MANY_ALIKE
     lines = [VIEWS] * rows_alike
-    lines += [] if wrong is None else _expected(wrong, doubts[:DOUBTFUL], labels)
+    if alone is not None:
+        items = {*items_of(labels, alone)}
+        lines.append(
+            f"{len(items & {d.images for d in doubts})} of {counted(len(items), 'item')} look like another class"
+        )
+    unit = "image" if alone is None else "item"
+    if wrong is not None:
+        lines += _expected(wrong, doubts[:DOUBTFUL], labels, unit)
+    elif alone is not None:
+        lines.append(FEW_ITEMS)
     lines += [about_names([names[label] for label in misnamed])] if misnamed else []
-    return rows, [*lines, *_reliability(try_swapped_labels(*given, alone))]
+    return rows, [*lines, *_reliability(try_swapped_labels(*given, alone), unit)]
 
 
-def _expected(wrong: tuple[float, float, float], first: list[Doubt], labels: np.ndarray) -> list[str]:
+def _expected(
+    wrong: tuple[float, float, float], first: list[Doubt], labels: np.ndarray, unit: str = "image"
+) -> list[str]:
     """Describe the share of wrong labels, and how many of the first doubtful labels are expected to be errors."""
     from dulbe_peft.photos.doubtful_labels import expected_errors
 
     share, low, high = (100 * each for each in wrong)
-    lines = [f"about {share:.1f} % of the labels look wrong ({low:.1f} to {high:.1f} %)"]
+    what = "labels" if unit == "image" else "items' labels"
+    lines = [f"about {share:.1f} % of the {what} look wrong ({low:.1f} to {high:.1f} %)"]
     if first:
-        number, images = expected_errors(first, wrong[0], labels), counted(len(first), "image")
-        lines.append(f"of the first {images}, about {number:.0f} or fewer are expected to have a wrong label")
+        number = expected_errors(first, wrong[0], labels)
+        listed = counted(len(first), "image" if unit == "image" else "finding")
+        lines.append(f"of the first {listed}, about {number:.0f} or fewer are expected to have a wrong label")
     return lines
 
 
-def _reliability(trial: Trial | None) -> list[str]:
+def _reliability(trial: Trial | None, unit: str = "image") -> list[str]:
     """Describe in plain words what a trial with swapped labels says about the doubtful labels."""
     if trial is None:
-        return ["the reliability of these doubts is not known: too few classes have two images or more"]
+        return [f"the reliability of these doubts is not known: too few classes have two {unit}s or more"]
+    what = "labels" if unit == "image" else "labels of whole items"
     recall, others = trial.found / trial.swapped, trial.others_doubted / max(trial.others, 1)
     line = (
-        f"trial with {trial.swapped} labels swapped on purpose: {trial.found} of them ({100 * recall:.0f} %) were "
+        f"trial with {trial.swapped} {what} swapped on purpose: {trial.found} of them ({100 * recall:.0f} %) were "
         f"found, and {100 * others:.0f} % of the other labels were doubted, too"
     )
     if recall < TRUSTED:

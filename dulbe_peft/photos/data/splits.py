@@ -76,9 +76,17 @@ class Opened(NamedTuple):
         """Give the images their groups, see the function `grouped`; other columns of the data are dropped."""
         timed = {} if seconds is None else {split: times_taken(images) for split, images in self.parts.items()}
         parts, notes = grouped(self.parts, group, seconds, timed)
+        names = {} if group is None and seconds is None else group_names(self.parts, group, seconds, timed)
+        named = {
+            int(number): key
+            for split, of in names.items()
+            if (numbers := parts[split].groups) is not None
+            for number, key in zip(numbers, of, strict=True)
+            if key is not None
+        }
         for images in parts.values():
             images.columns = {}  # a table of a million rows would travel to every worker that reads images
-        return self._with(parts, notes=[*self.inventory.notes, *notes])
+        return self._with(parts, notes=[*self.inventory.notes, *notes], group_names=named)
 
     def held_out(self, fraction: float, split: str) -> "Opened":
         """Hold out a share of the training images as the test split, which is called `split`."""

@@ -28,6 +28,7 @@ from dulbe_peft.photos.doubtful_labels import (
     _swapped,
     doubtful_labels,
     expected_errors,
+    items_of,
     try_swapped_labels,
     wrong_labels,
 )
@@ -212,7 +213,7 @@ def test_errors_among_doubtful_labels_are_expected_by_bayes_rule():
     assert low < 0.1 < high and misnamed == []
     doubts = doubtful_labels(*given)
     literal = 0.0
-    for _, _, own, _ in doubts:
+    for _, _, own, *_ in doubts:
         right, wrong = (1 - share) * own, share * (1 - own) / 5
         literal += wrong / (right + wrong)
     assert expected_errors(doubts, share, changed) == pytest.approx(literal)
@@ -281,9 +282,39 @@ def test_item_with_a_wrong_label_is_found_if_its_views_are_left_out_together():
     wrong = set(range(5))
     assert not wrong & {doubt.image for doubt in doubtful_labels(features, labels, None, 10.0)}
     doubts = doubtful_labels(features, labels, None, 10.0, groups)
-    assert wrong <= {doubt.image for doubt in doubts} and all(d.predicted == 0 for d in doubts if d.image in wrong)
+    assert doubts[0].images == (0, 1, 2, 3, 4) and (doubts[0].predicted, doubts[0].alike) == (0, 5)
+    assert items_of(labels, groups) == [tuple(range(at, at + 5)) for at in range(0, 120, 5)]
+    trial = try_swapped_labels(features, np.repeat([0, 1, 2], 40), None, 10.0, groups)
+    assert (trial.swapped, trial.others) == (10, 110), "five trials with two items of 24 each"
+    assert 8 <= trial.found <= 10
+    _, low, high = wrong_labels(features, labels, None, 10.0, groups)[0]
+    assert low <= 1 / 24 <= high < 0.5
+    few = np.isin(groups, [*range(8, 11), *range(16, 19)])
+    assert wrong_labels(features[few], labels[few] - 1, None, 10.0, groups[few])[0] is None
     alone = np.where(np.arange(120) < 5, 0, np.where(labels == 1, 1, 2))  # a class of one item cannot be left out
-    assert not {doubt.image for doubt in doubtful_labels(features, alone, None, 10.0, groups)} & wrong
+    assert not {i for doubt in doubtful_labels(features, alone, None, 10.0, groups) for i in doubt.images} & wrong
+
+
+def test_check_lists_items_with_a_wrong_label_first(digit_folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
+    digits, kinds, table, page = digit_folders(3, 20, 0), tmp_path / "kinds", tmp_path / "t.csv", tmp_path / "p.html"
+    for name in ("zero", "one", "two"):
+        for number, file in enumerate(sorted(digits.rglob(f"train/{name}/*.png"))):
+            kind = "two" if (name, number % 5) == ("one", 3) else name
+            folder = kinds / kind / f"MK-{number % 5}-{name}"
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, folder)
+    command = ["check", str(kinds), "--check-labels", "--model", str(demo_model_folder()), "--device", "cpu"]
+    assert main([*command, "--group", "folder", "--csv", str(table), "--page", str(page)]) == 0
+    said = capsys.readouterr().out
+    first = said[said.index("look like another class (") :].splitlines()[1]
+    assert first.startswith("  two/MK-3-one: 4 of 4 photographs look like 'one', not like 'two' (probability ")
+    assert "\n1 of 15 items look like another class\n" in said
+    assert " labels of whole items swapped on purpose: " in said
+    assert "% of the items' labels look wrong" in said or "too few items to say how many labels are wrong" in said
+    rows = [row for row in read_csv(table) if "two/MK-3-one/" in row[1] and row[2] == "looks like another class"]
+    assert len(rows) == 4 and {row[4] for row in rows} == {"one"}
+    assert "two/MK-3-one" in page.read_text(encoding="utf-8")
 
 
 def test_check_lists_and_shows_doubtful_labels(digit_folders, tmp_path, capsys, monkeypatch):
