@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from dulbe_peft.data.decoding import image_suffixes
@@ -154,6 +154,11 @@ def time_of(text: str) -> float | None:
     except ValueError:
         return None
     return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+
+
+def clock(seconds: float) -> str:
+    """Return the date and time of seconds since 1970, such as 2026-05-01 10:00:00, with a fraction if it has one."""
+    return (datetime(1970, 1, 1) + timedelta(seconds=round(seconds, 2))).isoformat(sep=" ")
 
 
 def times_in(columns: Mapping[str, Callable[[], Sequence[object]]]) -> list[float | None] | None:

@@ -2,13 +2,17 @@
   dulbe-peft predict out photo.jpg
   dulbe-peft predict out holidays --top-k 3 --csv holidays.csv
   dulbe-peft predict out holidays --sort-into sorted
+  dulbe-peft predict out june --group-seconds 60 --by-group events.csv
   find . -name '*.jpg' | dulbe-peft predict out -
 
 Folders are read recursively. An unreadable file is reported and skipped. Predictions are printed as
 they come; files are written at the end. If the command is stopped, repeat it: the feature store has
 the images encoded so far. With --reject 0.05, an image is "none of these" if its novelty, how unlike
 all learned images it is, exceeds that of 95 % of the training images. With --coverage 0.95, each image
-gets a set of classes, which contains the correct one for 95 of 100 images of known classes.
+gets a set of classes, which contains the correct one for 95 of 100 images of known classes. With --by-group,
+each item or event of --group or --group-seconds, as for run, gets one answer, from the mean of its
+photographs' log-probabilities, with their number and the first and last time; an image without a group
+is one.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from dulbe_peft.photos.commands.options import (
     settings_of,
 )
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, check_images, claim
+from dulbe_peft.photos.data.source import GROUPING, DataSource
 from dulbe_peft.utils.files import is_stream
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted, printable
@@ -46,6 +51,7 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.prediction import Prediction
+    from dulbe_peft.photos.output_files import ItemTable
 
 MEASURED = "when each of your classes was left out in turn, {:.0f} of 100 of its images were recognised as unknown"
 SINGLE = (
@@ -58,7 +64,7 @@ UNRELIABLE = (
 )
 
 
-@command(settings=settings_of(Query, ("top_k", "reject", "coverage")))
+@command(settings=[*settings_of(Query, ("top_k", "reject", "coverage")), *settings_of(DataSource, GROUPING)])
 @learner_options(choose=True)
 def predict(
     learner: str,
@@ -70,17 +76,25 @@ def predict(
     camtrap_dp: File | None = setting(
         None, "write observations of the Camtrap DP package in PATHS", metavar="FILE.csv"
     ),
+    by_group: File | None = setting(None, "write one answer for each item or event; needs --group or --group-seconds"),
     sort_into: Folder | None = setting(None, "copy each image into a folder of its class; replaces no file"),
     only: File | None = ONLY,
     sum_up: File | None = SUM_UP,
     overwrite: bool = OVERWRITE,
+    group: str | None = None,
+    group_seconds: float | None = None,
     **asked: Any,
 ) -> int:
+    if (by_group is None) != (group is None and group_seconds is None):
+        raise ValueError("--by-group FILE and --group or --group-seconds need each other")
+    if by_group and asked.get("coverage") is not None:
+        raise ValueError("--by-group gives one answer for each group, and --coverage sets for images: leave one out")
     given = {name: value for name, value in asked.items() if value is not None}
     query = Query(**given, novelty=bool(csv or json_file))
     check_given(only=only, sum_up=sum_up)
     package = _package(paths) if camtrap_dp else None
     files = [("--csv", csv, ".csv"), ("--json", json_file, ".json"), ("--exiftool", exiftool, ".csv")]
+    files.append(("--by-group", by_group, ".csv"))
     claim(*files, ("--camtrap-dp", camtrap_dp, ".csv"), overwrite=overwrite)
     claim(("--sort-into", sort_into, FOLDER), apart=paths)
     images = list(_images(paths))
@@ -106,36 +120,67 @@ def predict(
         writers.append((camtrap_dp, observe))
     wanted = [(path, write) for path, write in writers if path is not None]
     photographs = unlabelled_images(images)
+    items = None if by_group is None else _items(photographs, group, group_seconds)
+    shown, query = query.top_k, query if items is None else replace(query, top_k=len(loaded.class_names))
     with ExitStack() as opened:
         copy = opened.enter_context(output_files.sorted_folder(sort_into)) if sort_into else None
         if csv and not is_stream(csv):
             opened.enter_context(output_files.only_writer(csv))
         for row in _predictions(loaded, photographs, query):
+            if items is not None and row.error is None:
+                items.add(row)
+                row = replace(row, classes=row.classes[:shown], probabilities=row.probabilities[:shown])
             rows.append(row)
             if row.error is not None:
                 print(f"dulbe-peft: {printable(row.image)} cannot be read: {row.error}", file=sys.stderr)
                 continue
-            if not wanted:
+            if not wanted and items is None:
                 print(_line(row), flush=True)
             if copy is not None:
                 copy(Path(row.image), row.classes[0] if row.known else NONE)
         for path, write in wanted:
             write(rows, path)
+        if items is not None and by_group is not None:
+            items.write(by_group)
     for line in Inventory({}, left_out=[*photographs.left_out]).problems():
         print(line, file=sys.stderr)
-    written = [path for path, _ in wanted if path != "-"] + [sort_into] * bool(sort_into)
-    if wanted or sort_into or query.reject is not None or any(row.error is not None for row in rows):
+    tables = [*(path for path, _ in wanted), *([by_group] if by_group else [])]
+    written = [path for path in tables if path != "-"]
+    written += [sort_into] * bool(sort_into)
+    if (
+        wanted
+        or items is not None
+        or sort_into
+        or query.reject is not None
+        or any(row.error is not None for row in rows)
+    ):
         _print_summary(rows, query.reject is not None, written)
     if csv and not is_stream(csv):
         print_next_command("report", csv, to=sys.stderr)
     elif written and sort_into is None and "-" not in paths:
-        print_next_command("predict", learner, *paths, classifier=classifier, sort_into="sorted", to=sys.stderr)
+        more: dict[str, Any] = {"sort_into": "sorted", "group": None, "group_seconds": None}
+        print_next_command("predict", learner, *paths, classifier=classifier, **more, to=sys.stderr)
     if all(row.error is not None for row in rows):
         return 2
     missing = [path for path in images if not os.path.lexists(path)]
     if missing:
         print(f"{counted(len(missing), 'file')} missing, such as {printable(missing[0])}", file=sys.stderr)
     return 1 if missing else 0
+
+
+def _items(images: LabelledImages, group: str | None, seconds: float | None) -> ItemTable:
+    """Return the table of the images' groups; an image without a group has its own name as group."""
+    from dulbe_peft.photos.data.looking import times_taken
+    from dulbe_peft.photos.data.splits import group_names, grouped
+    from dulbe_peft.photos.output_files import ItemTable
+
+    times = times_taken(images)
+    _, notes = grouped({"": images}, group, seconds, {"": times})
+    print(*notes, sep="\n", file=sys.stderr)
+    paths = [images.item_name(index) for index in range(len(images))]
+    keys = group_names({"": images}, group, seconds, {"": times})[""]
+    names = {path: path if key is None else key for path, key in zip(paths, keys, strict=True)}
+    return ItemTable(names, dict(zip(paths, times, strict=True)))
 
 
 def _warn(learner: ClassIncrementalLearner, reject: float | None) -> None:

@@ -2,16 +2,20 @@
 
 import base64
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 from lives import content
+from PIL import ExifTags, Image
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.arguments import Query
@@ -47,6 +51,40 @@ def test_after_a_table_comes_its_page(learner, folders, tmp_path, capsys):
     assert command == f"report {table}" and main(command.split()) == 0
     assert main(["predict", str(learner), str(folders / "test"), "--json", f"{table}.json", *MACHINE]) == 0
     assert "--sort-into sorted" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_items_are_answered_by_the_mean_of_their_log_probabilities(learner, folders, tmp_path, capsys):
+    heap, table, events = tmp_path / "heap", tmp_path / "t.json", tmp_path / "events.csv"
+    files = sorted((folders / "test").rglob("*.png"))
+    for number, file in enumerate(files):
+        item = heap / f"item {number % 3}" if number else heap
+        item.mkdir(parents=True, exist_ok=True)
+        exif = Image.Exif()
+        exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.DateTimeOriginal] = f"2026:05:01 10:00:{number:02d}"
+        with Image.open(file) as image:
+            image.save(item / f"{number}.jpg", exif=exif)
+    command = ["predict", str(learner), str(heap), *MACHINE]
+    assert main([*command, "--by-group", str(events)]) == 2
+    assert "need each other" in capsys.readouterr().err
+    assert main([*command, "--json", str(table), "--top-k", "4"]) == 0
+    logs, times = defaultdict(list), defaultdict(list)
+    for entry in json.loads(table.read_text()):
+        path, shares = Path(entry["path"]), {row["class"]: row["probability"] for row in entry["classes"]}
+        item = str(path) if path.parent == heap else path.parent.name
+        logs[item].append([math.log(shares[name]) for name in ("one", "three", "two", "zero")])
+        times[item].append(f"2026-05-01 10:00:{int(path.stem):02d}")
+    capsys.readouterr()
+    assert main([*command, "--group", "folder", "--by-group", str(events)]) == 0
+    following = capsys.readouterr().err.splitlines()[-1]
+    assert "--sort-into sorted" in following and "--group" not in following, "which needs --by-group"
+    header, *rows = read_csv(events)
+    assert header == ["group", "predicted", "probability", "images", "first", "last"] and len(rows) == 4
+    for item, predicted, probability, count, first, last in rows:
+        shares = np.exp(np.mean(logs[item], axis=0))
+        shares /= shares.sum()
+        assert predicted == ("one", "three", "two", "zero")[shares.argmax()]
+        assert float(probability) == pytest.approx(shares.max(), abs=2e-5) and int(count) == len(logs[item])
+        assert (first, last) == (min(times[item]), max(times[item]))
 
 
 def test_answers_come_batch_by_batch_until_a_signal(learner, folders, capsys, monkeypatch):
