@@ -23,11 +23,12 @@ from dulbe_peft.classifiers.teaching import ClosingPass
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.store import FeatureStore
-from dulbe_peft.data.unlabelled import unlabelled_images
+from dulbe_peft.data.unlabelled import is_one_image, unlabelled_images
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.encoding import Encoding
 from dulbe_peft.encoders.loading import has_text, logit_scale
-from dulbe_peft.metrics.evaluation import EncodedTest, Evaluation, evaluate_features, seen_accuracies
+from dulbe_peft.metrics.answers import typed_predict
+from dulbe_peft.metrics.evaluation import EncodedTest, Evaluation, Figures, evaluate_features, seen_accuracies
 from dulbe_peft.metrics.prediction import Prediction, predict_images
 from dulbe_peft.metrics.results import Results
 from dulbe_peft.strategies.base import Memory, Strategy
@@ -76,7 +77,7 @@ class ClassIncrementalLearner(TakesTurns):
         >>> learner = ClassIncrementalLearner(model, processor, strategy="frozen", classifiers=("ranpac", "bridge"))
         >>> learner.learn_task(photos, ["cat", "dog"])
         >>> learner.predict(image)
-        ['dog']
+        'dog'
 
     Reference:
         Appendix "Complete Procedure", Algorithm 1.
@@ -316,6 +317,7 @@ class ClassIncrementalLearner(TakesTurns):
             raise ValueError(f"{type(self.clip).__name__} has no text tower, so class names have no embeddings")
         return self.encoder.text_embeds(check_class_names(class_names), self.state.class_texts)
 
+    @typed_predict
     def predict(
         self,
         images: object,
@@ -327,11 +329,12 @@ class ClassIncrementalLearner(TakesTurns):
         only: Sequence[str] | None = None,
         sum_up: Mapping[str, str] | None = None,
     ) -> Any:
-        """Return the most likely seen class of each image, as a list.
+        """Return the most likely seen class of an image, or a list with that of each image if several are given.
 
         Args:
-            images: Path of a file, or of a folder of any depth; a PIL image; a preprocessed float tensor,
-                (3, height, width), or a batch of them; a data set; or a list of any of these.
+            images: One image: the path of a file, a PIL image, or a preprocessed float tensor, (3, height, width).
+                Or several, even if there is only one in them: the path of a folder of any depth, a batch of tensors,
+                a data set, or a list of any of these.
             top_k: Number of classes to return for each image, best first, as a list; None returns only the best one.
             return_scores: Whether to return each class as (name, probability). A warning says if the probabilities
                 are not calibrated, or if the model was trained on the images that calibrate them.
@@ -341,8 +344,8 @@ class ClassIncrementalLearner(TakesTurns):
             coverage: Probability, such as 0.95, with which the returned set of classes contains the right one, see
                 `Classifier.prediction_sets`. It holds under the same conditions as `reject`, and cannot be
                 combined with `top_k`.
-            return_novelty: Whether to return a pair: the predictions, and for each image a float that says how unlike
-                all learned images it is, see `Classifier.novelty`.
+            return_novelty: Whether to return a pair: what is returned otherwise, and for each image a float that says
+                how unlike all learned images it is, see `Classifier.novelty`.
             only: The classes that are possible, such as the species of a site. The probabilities of the others are 0.
             sum_up: A group for each of some classes, such as {"red fox": "carnivore"}: groups are predicted, with the
                 sum of the probabilities of their classes. A class without a group is a group of its own.
@@ -354,7 +357,7 @@ class ClassIncrementalLearner(TakesTurns):
 
         Example:
             >>> learner.predict("photo.jpg", top_k=2, return_scores=True)  # doctest: +SKIP
-            [[('dog', 0.93), ('cat', 0.05)]]
+            [('dog', 0.93), ('cat', 0.05)]
         """
         if top_k is not None and coverage is not None:
             raise ValueError(f"top_k is {top_k} and coverage is {coverage}: pass only one of them")
@@ -365,7 +368,10 @@ class ClassIncrementalLearner(TakesTurns):
             warnings.warn(doubt, stacklevel=2)
         several = top_k is not None or coverage is not None
         answers = [row.answer(number, return_scores, several) for number, row in enumerate(rows)]
-        return (answers, [row.novelty for row in rows]) if return_novelty else answers
+        novelties = [row.novelty for row in rows]
+        if is_one_image(images):
+            return (answers[0], novelties[0]) if return_novelty else answers[0]
+        return (answers, novelties) if return_novelty else answers
 
     @takes_turn
     def predictions(self, images: object, query: Query | None = None) -> list[Prediction]:
@@ -378,7 +384,7 @@ class ClassIncrementalLearner(TakesTurns):
             data = unlabelled_images(images)
             return predict_images(self.encoder, self.classifier, data, query)
 
-    def evaluate(self, dataset: object, class_names: Sequence[str] | None = None) -> dict[str, Any]:
+    def evaluate(self, dataset: object, class_names: Sequence[str] | None = None) -> Figures:
         """Return the top-1 accuracy among all seen classes. Arguments and errors are those of `update_classes`.
 
         Returns:

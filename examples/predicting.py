@@ -14,10 +14,10 @@ learner.learn_task(tasks[0].train)
 learner.learn_task(tasks[1].train)
 
 image = tasks[1].test[0]["image"]
-print(learner.predict(image))  # ['two']
+print(learner.predict(image))  # two
 print(learner.predict([image, image], top_k=2, return_scores=True))
 answers, novelties = learner.predict([image, image], return_novelty=True)
-print(learner.predict(image, reject=0.05))  # [None] if it shows none of the classes
+print(learner.predict(image, reject=0.05))  # None if it shows none of the classes
 print(learner.predict(image, coverage=0.9))  # all classes that it may show
 
 image.save("photo.png")

@@ -82,12 +82,24 @@ def _entries_of(entry: object, left_out: list[tuple[str, str]]) -> list[tuple[ob
                 names, skipped = folder_content(path)
                 left_out += skipped
         return [(path / name, None, name) for name in names] or [(path, None, "")]
-    if isinstance(entry, torch.Tensor):
-        return [(image, None, "") for image in entry] if entry.ndim == 4 else [(entry, None, "")]
-    if isinstance(entry, (Image.Image, Mapping, np.ndarray)) or _is_pair(entry) or not hasattr(entry, "__len__"):
+    if is_one_image(entry):
         return [(entry, None, "")]
+    if isinstance(entry, torch.Tensor):
+        return [(image, None, "") for image in entry]
     rows = undecoded(entry)
-    return [(entry if rows is None else rows, position, "") for position in range(len(entry))]
+    return [(entry if rows is None else rows, position, "") for position in range(len(entry))]  # type: ignore[arg-type]
+
+
+def is_one_image(images: object) -> bool:
+    """Return whether `images` is a single image, for which `predict` gives one answer instead of a list.
+
+    A folder, a batch of tensors, a list and a data set hold several images, even if there is only one in them.
+    """
+    if isinstance(images, (str, os.PathLike)):
+        return not os.path.isdir(images)
+    if isinstance(images, torch.Tensor):
+        return images.ndim != 4
+    return isinstance(images, (Image.Image, Mapping, np.ndarray)) or _is_pair(images) or not hasattr(images, "__len__")
 
 
 def _is_pair(item: object) -> bool:

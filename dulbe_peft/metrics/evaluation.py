@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 
@@ -19,6 +19,16 @@ BASELINES = ("text", "class_means")
 MOST_SCORES = 2**22  # the most scores in memory at a time
 _COLUMNS = ("image", "class", "predicted", "probability", "task")
 _OTHER = "predicted_"
+
+
+class Figures(TypedDict):
+    """What `ClassIncrementalLearner.evaluate` returns: top-1 accuracies in [0, 1], and the number of images."""
+
+    accuracy: float
+    classifiers: dict[str, float]
+    num_images: float
+    text_accuracy: NotRequired[float]
+    class_means_accuracy: NotRequired[float]
 
 
 @dataclass(frozen=True)
@@ -45,12 +55,16 @@ class Evaluation:
     probability: torch.Tensor
     features: torch.Tensor
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> Figures:
         """Return the top-1 accuracies: see `ClassIncrementalLearner.evaluate`."""
         accuracies = {name: self.accuracy(rows) for name, rows in self.classifiers.items()}
-        figures = {f"{name}_accuracy": self.accuracy(rows) for name, rows in self.baselines.items()}
         first, number = answering(accuracies), float(len(self.truth))
-        return {"accuracy": accuracies[first], "classifiers": accuracies, "num_images": number, **figures}
+        figures = Figures(accuracy=accuracies[first], classifiers=accuracies, num_images=number)
+        if (text := self.baselines.get("text")) is not None:
+            figures["text_accuracy"] = self.accuracy(text)
+        if (class_means := self.baselines.get("class_means")) is not None:
+            figures["class_means_accuracy"] = self.accuracy(class_means)
+        return figures
 
     def accuracy(self, predicted: torch.Tensor) -> float:
         """Return the accuracy of the predictions, (n,)."""

@@ -78,7 +78,7 @@ def test_workers_read_a_data_set_that_cannot_be_pickled_where_python_does_not_fo
 
     learner = tiny_learner(num_workers=1)
     learner.learn_task(Local(images_of(0, 1)), ["a", "b"])
-    assert learner.predict(images_of(0)[0][0]) == ["a"]
+    assert learner.predict(images_of(0)[0][0]) == "a"
 
 
 def test_byte_order_mark_is_not_part_of_a_name(tmp_path):

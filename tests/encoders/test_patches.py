@@ -78,7 +78,7 @@ def test_learner_ignores_padding_and_refuses_unreadable_or_unsuitable_input(proc
     (tmp_path / "broken.png").write_bytes(b"no image")
     pictures()[0].save(tmp_path / "whole.png")
     broken, whole = ours.predictions(tmp_path)
-    assert broken.error and whole.error is None and ours.predict(tmp_path / "whole.png") == [whole.classes[0]]
+    assert broken.error and whole.error is None and ours.predict(tmp_path / "whole.png") == whole.classes[0]
     with pytest.raises(ValueError, match="SigLIP 2 NaFlex has a different grid for each image"):
         relevance_maps(ours, pictures(), ours.text_embeds(["a0"]))
     with pytest.raises(ValueError, match="Siglip2ImageProcessorPil cannot crop"):

@@ -48,7 +48,7 @@ def test_predictions_do_not_depend_on_how_images_are_passed(world):
     for given in (world.test, world.files, str(world.root / "test"), world.root / "test", pixels, list(pixels)):
         assert predict(given) == expected
     assert predict([world.root / "test", images[0]]) == [*expected, expected[0]]
-    assert predict(images[0]) == expected[:1] == predict(world.files[0])
+    assert [predict(images[0]), predict(world.files[0]), predict(pixels[0])] == [expected[0]] * 3
     assert predict((images[0], images[1])) == expected[:2] == predict([(images[0], 3), (images[1], 4)])
     assert predict([]) == [] and world.learner.predictions([]) == []
 
@@ -82,7 +82,7 @@ def test_unreadable_images_are_skipped_by_predictions(world, tmp_path, workers):
     )
     rows = {row.image: row for row in learner.predictions([tmp_path, tmp_path / "gone.png"])}
     read, bad, gone = (rows.pop(str(tmp_path / name)) for name in ("deep/good.png", "deep/er/bad.jpg", "gone.png"))
-    assert not rows and read.error is None and list(read.classes) == world.learner.predict(world.files[0])
+    assert not rows and read.error is None and read.classes == (world.learner.predict(world.files[0]),)
     assert "it is none of the formats JPEG" in bad.error and "No such file" in gone.error
     with pytest.raises(ValueError, match=r"bad\.jpg\) cannot be read: it is none of"):
         learner.predict(tmp_path)
@@ -91,6 +91,27 @@ def test_unreadable_images_are_skipped_by_predictions(world, tmp_path, workers):
 @pytest.fixture(scope="module")
 def noise():
     return [Image.fromarray(np.random.default_rng(i).integers(0, 256, (8, 8, 3), dtype=np.uint8)) for i in range(20)]
+
+
+def test_one_image_gives_one_answer_and_several_give_a_list(world, tmp_path):
+    learner, file = world.learner, world.files[0]
+    image = Image.open(file)
+    shutil.copy(file, tmp_path / "photo.png")
+    (name,) = learner.predict([file])
+    assert isinstance(name, str)
+    content = io.BytesIO(Path(file).read_bytes())
+    for one in (str(file), Path(file), image, {"image": image, "label": 0}, (image, 0), content):
+        assert learner.predict(one) == name
+    (scored,), ((novel,), (novelty,)) = (
+        learner.predict([image], return_scores=True),
+        learner.predict([image], return_novelty=True),
+    )
+    assert learner.predict(image, return_scores=True) == scored and scored[0] == name == novel
+    assert learner.predict(image, top_k=2) == learner.predict([image], top_k=2)[0]
+    assert learner.predict(image, return_novelty=True) == (name, novelty)
+    assert learner.predict(image, coverage=0.7) == learner.predict([image], coverage=0.7)[0]
+    for several in (tmp_path, [image], (image,), world.test.at([0])):
+        assert isinstance(learner.predict(several), list) and len(learner.predict(several)) == 1
 
 
 def test_rejected_images_get_no_class(world, noise):
@@ -175,7 +196,7 @@ def test_predict_command_reads_paths_from_standard_input(world, tmp_path, capsys
     table, written = Path("a.csv").read_bytes(), json.loads(os.fsdecode(Path("a.json").read_bytes()))
     assert odd in table and b"\n'=1+1.png," in table
     assert [row["path"] for row in written] == [os.fsdecode(odd), "=1+1.png"]
-    assert [row["classes"][0]["class"] for row in written] == 2 * world.learner.predict(world.files[0])
+    assert [row["classes"][0]["class"] for row in written] == 2 * [world.learner.predict(world.files[0])]
 
 
 CLASSES, WIDTH = 1000, 32

@@ -56,7 +56,7 @@ def test_one_image_has_the_feature_that_it_has_in_a_batch_of_24(two_tasks):
     assert len(pixels) == 24 and (together[:4] - together[4:8]).abs().max() > 1e-3
     for row in (0, 5, 23):
         torch.testing.assert_close(learner.image_embeds([pixels[row]])[0], together[row], rtol=0, atol=1e-6)
-        assert learner.predict(pixels[row]) == [learner.predict(pixels)[row]]
+        assert learner.predict(pixels[row]) == learner.predict(pixels)[row]
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,8 @@ def _accuracy(evaluation: Evaluation, classes: int, unknown: LabelledImages | No
     if names:
         listed = f"{', '.join(map(printable, names))} ({counted(left_out, 'image')})"
         print(f"left out, because they were not learned: {listed}", file=sys.stderr)
-    return evaluation.figures() | {"num_classes": classes, "not_learned": {"classes": names, "num_images": left_out}}
+    not_learned = {"classes": names, "num_images": left_out}
+    return {**evaluation.figures(), "num_classes": classes, "not_learned": not_learned}
 
 
 def _by_group(evaluation: Evaluation, groups: np.ndarray) -> dict[str, object]:

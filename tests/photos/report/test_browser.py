@@ -215,7 +215,7 @@ def test_learner_is_taught_and_downloaded_in_a_browser(folder, files, browser, t
     with zipfile.ZipFile(tmp_path / "learner.zip") as archive:
         archive.extractall(tmp_path)
     learner = ClassIncrementalLearner.from_pretrained(tmp_path / "learner")
-    assert learner.predict(Image.open(files / "blue.png")) == [SCRIPT]
+    assert learner.predict(Image.open(files / "blue.png")) == SCRIPT
 
 
 def test_hundred_photographs_are_labelled_with_the_keyboard_only(folder, browser, tmp_path):
