@@ -145,7 +145,7 @@ def predict(
     for line in Inventory({}, left_out=[*photographs.left_out]).problems():
         print(line, file=sys.stderr)
     tables = [*(path for path, _ in wanted), *([by_group] if by_group else [])]
-    written = [path for path in tables if path != "-"]
+    written: list[str | None] = [path for path in tables if path != "-"]
     written += [sort_into] * bool(sort_into)
     if (
         wanted

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dulbe_peft.data.columns import NO_VALUE
+from dulbe_peft.data.columns import NO_VALUE, clock
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.photos.data.inventory import Inventory
@@ -229,6 +229,9 @@ def _draws(images: LabelledImages, seed: int, purpose: str) -> np.ndarray:
     return np.array([int.from_bytes(digest.digest()[:8], "little") / 2**64 for digest in digests])
 
 
+DEPLOYMENT = "deploymentID"  # Camtrap DP's column of a camera's stay at a place
+FEW = 10  # of fewer images, one group may well hold most
+LONG = 20  # a burst that lasts this many times as long as its longest gap may last is said
 FOLDER = "folder"  # groups are the folders in which the files are
 
 
@@ -245,7 +248,8 @@ def grouped(
         group: A column of the data, "folder", or a regular expression whose first group names an image's group in its
             path. An image without a value, an inner folder or a match is a group of its own.
         seconds: If given, images that were taken within this time of one another are a group, if `group` does not
-            tell them apart. An image without a time is a group of its own.
+            tell them apart, or without `group` their folder or deployment. An image without a time is a group of its
+            own.
         times: Split -> the time of each image in seconds, or None; used if `seconds` is given.
 
     Raises:
@@ -260,6 +264,8 @@ def grouped(
         raise ValueError(f"{what}, but no image has a group: {_why_alone(group, seconds)}")
     named = {split: _named(parts[split], of) for split, of in keys.items()}
     notes = _notes(parts, keys)
+    if seconds is not None:
+        notes += _long(times, keys, seconds)
     if alone:
         notes.append(
             f"{counted(alone, 'image')} without a group, each a group of its own: {_why_alone(group, seconds)}"
@@ -274,7 +280,8 @@ def group_names(
     times: Mapping[str, Sequence[float | None]],
 ) -> dict[str, list[str | None]]:
     """Return the name of each image's group, or None for an image that is a group of its own; see `grouped`."""
-    keys = {split: _keys(images, group) for split, images in parts.items()}
+    placed = group is None and seconds is not None
+    keys = {split: _places(images) if placed else _keys(images, group) for split, images in parts.items()}
     return keys if seconds is None else _bursts(times, keys, seconds)
 
 
@@ -312,6 +319,21 @@ def _keys(images: LabelledImages, group: str | None) -> list[str | None]:
     return [match[1] or None if match else None for match in matches]
 
 
+def _places(images: LabelledImages) -> list[str | None]:
+    """Return where each image was taken, such as by which camera: its deployment, or else its folder.
+
+    A folder with the name of the image's class is left out, because a burst may show several classes.
+    """
+    if DEPLOYMENT in images.columns:
+        return _keys(images, DEPLOYMENT)
+    if not images.by_path:
+        return [""] * len(images)
+    names = images.class_names or ()
+    labels = [names[label] if 0 <= label < len(names) else None for label in images.labels.tolist()]
+    folders = [PurePosixPath(images.path_of(index)).parts[:-1] for index in range(len(images))]
+    return ["/".join(part for part in of if part != label) for of, label in zip(folders, labels, strict=True)]
+
+
 def _folder(path: str, of_classes: bool) -> str | None:
     """Return the folder of a file: class/ITEM in a folder of classes, even if ITEM contains folders."""
     folders = PurePosixPath(path).parts[:-1]
@@ -334,8 +356,28 @@ def _bursts(
         first, before = rows[0][0], rows[0][0]
         for time, split, index in rows:
             first = time if time - before > seconds else first
-            before, bursts[split][index] = time, f"{key} at {first:.2f} s".strip()
+            before, bursts[split][index] = time, f"{key} at {clock(first)}".strip()
     return bursts
+
+
+def _long(
+    times: Mapping[str, Sequence[float | None]], keys: Mapping[str, Sequence[str | None]], seconds: float
+) -> list[str]:
+    """Return a sentence on bursts that last much longer than the time between two photographs of a burst."""
+    spans: dict[str, tuple[float, float]] = {}
+    for split, of in keys.items():
+        for key, time in zip(of, times[split], strict=True):
+            if key is not None and time is not None:
+                first, last = spans.get(key, (time, time))
+                spans[key] = min(first, time), max(last, time)
+    long = sorted((first - last, key) for key, (first, last) in spans.items() if last - first > LONG * seconds)
+    if not long:
+        return []
+    span, key = long[0]
+    return [
+        f"{counted(len(long), 'group')} much longer than --group-seconds {seconds:g}, such as {printable(key)!r} with "
+        f"{-span:g} seconds: if its photographs do not show the same, give fewer seconds"
+    ]
 
 
 def _named(images: LabelledImages, keys: Sequence[str | None]) -> list[str]:
@@ -352,6 +394,9 @@ def _notes(parts: Parts, keys: Mapping[str, Sequence[str | None]]) -> list[str]:
     sizes = Counter(key for of in keys.values() for key in of if key is not None)
     name, most = sizes.most_common(1)[0]
     notes = [f"{counted(len(sizes), 'group')} of images, of which {printable(name)!r} has {most}"]
+    total = sum(map(len, keys.values()))
+    if 2 * most > total >= FEW:
+        notes.append(f"the group {printable(name)!r} holds {most} of {total} images: is it really one item or event?")
     inside = [{key for key in of if key is not None} for of in keys.values()]
     shared = sorted(set.intersection(*inside)) if len(inside) > 1 else []
     if shared:

@@ -167,7 +167,7 @@ def test_table_of_suggestions_tells_the_same_items_apart_when_it_is_learned(fram
     words = ["run", "--labels", table, "--model", demo_model_folder(), "--classifiers", "lda"]
     assert call(*words, "--group", "group", "--output", learner) == 0
     groups = ClassIncrementalLearner.from_pretrained(learner).state.known.groups
-    assert len(groups) == 15 and len({*groups.values()}) == (5 if flags[0] == "--group-seconds" else 10)
+    assert len(groups) == 15 and len({*groups.values()}) == 10
 
 
 def test_equal_paths_in_two_folders_are_two_items(frames, tmp_path, capsys):

@@ -99,6 +99,31 @@ def test_bursts_are_divided_by_time_and_by_group(tmp_path):
         opened(tmp_path / "timeless", group_seconds=1)
 
 
+def test_bursts_are_those_of_one_camera_and_are_named_by_date(tmp_path):
+    """Two cameras fire in the same minute; a burst of one camera may show two classes."""
+    for number in range(12):
+        folder = tmp_path / "cams" / CLASSES[number % 2] / f"site{number // 6}"
+        photo(folder / f"{number}.jpg", number, f"2026:05:01 10:00:{number % 6:02d}")
+    train, _, inventory = opened(tmp_path / "cams", group_seconds=1)
+    assert sizes(train) == [6, 6] and len({*train.groups[:3]}) == 1
+    assert {*inventory.group_names.values()} == {f"site{n} at 2026-05-01 10:00:00" for n in (0, 1)}
+    assert not any("longer than" in note or "holds" in note for note in inventory.notes)
+    for number in range(40):
+        photo(tmp_path / "scans" / CLASSES[number // 20] / f"{number}.jpg", number, f"2026:05:01 10:{number:02d}:00")
+    _, _, inventory = opened(tmp_path / "scans", group_seconds=60)
+    name = "'at 2026-05-01 10:00:00'"
+    assert f"the group {name} holds 40 of 40 images: is it really one item or event?" in inventory.notes
+    longer = (
+        f"1 group much longer than --group-seconds 60, such as {name} with 2340 seconds: if its photographs do not "
+    )
+    assert f"{longer}show the same, give fewer seconds" in inventory.notes
+    rows = [f"{number}.jpg,x{number % 2},cam{number % 2}" for number in range(4)]
+    for number in range(4):
+        photo(tmp_path / f"{number}.jpg", number, "2026:05:01 10:00:00")
+    (tmp_path / "labels.csv").write_text("\n".join(["path,label,deploymentID", *rows]))
+    assert sizes(opened(tmp_path / "labels.csv", group_seconds=60)[0]) == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("group", "words"),
     [
