@@ -20,7 +20,7 @@ from transformers import TrainingArguments
 
 import dulbe_peft
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, DualModeTrainer, LearnerArguments, load_clip
-from dulbe_peft.utils.extras import PHOTOS
+from dulbe_peft.utils.extras import PHOTOS, install_command
 
 ABSENT = ("click", "joblib", "matplotlib", "sklearn")
 
@@ -80,7 +80,7 @@ def main() -> None:
     missing = [package for module, package in PHOTOS.items() if importlib.util.find_spec(module) is None]
     if missing:
         assert (command.returncode, command.stdout) == (2, "")
-        message = f"dulbe-peft needs the package {missing[0]}: pip install 'dulbe_peft[photos]'\n"
+        message = f"dulbe-peft needs the package {missing[0]}: {install_command('photos')}\n"
         assert command.stderr == message, command.stderr
     print(f"dulbe_peft {dulbe_peft.__version__} in {Path(dulbe_peft.__file__).parent}")
 

@@ -19,6 +19,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageCms, features
 
 from dulbe_peft.data.glance import Header, pages_of, time_taken
+from dulbe_peft.utils.extras import install_command
 
 Source = str | os.PathLike[str] | IO[bytes]
 _SUFFIXES = {
@@ -98,7 +99,7 @@ def why_not_read(suffix: str) -> str:
         if suffix in suffixes:
             return why
     if suffix in _SUFFIXES["HEIF"]:
-        return f'{suffix} files need an extra package: pip install "dulbe_peft[heic]"'
+        return f"{suffix} files need an extra package: {install_command('heic')}"
     return f"a file ending in {suffix} is not read" if suffix else "the name has no suffix; if it is an image, add one"
 
 

@@ -13,6 +13,16 @@ EXTRAS = {"datasets": "datasets", "pyarrow": "datasets", "distributed": "dask", 
 # Packages from which unstable names are used, with versions that are known to have them.
 TESTED = {"peft": "peft>=0.21,<0.22", "transformers": "transformers>=5.18,!=5.24.0,<6"}
 
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra; every message takes it from here.
+
+    It is run in a clone, because nobody has registered the name of the package at an index yet. The release that is
+    published there changes this line to "dulbe_peft[{extra}]".
+    """
+    return f'pip install ".[{extra}]" in a clone of dulbe_peft'
+
+
 _frozen = False  # counting the frozen objects instead would walk over all of them
 
 
@@ -67,7 +77,7 @@ def explained(error: ImportError, what: str = "dulbe_peft", extra: str = "") -> 
     package = module.partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and (extra or package in PHOTOS | EXTRAS):
         extra, distribution = extra or EXTRAS.get(package, "photos"), PHOTOS.get(package, package)
-        message = f"{what} needs the package {distribution}: pip install 'dulbe_peft[{extra}]'"
+        message = f"{what} needs the package {distribution}: {install_command(extra)}"
     elif package in TESTED and module and not (isinstance(error, ModuleNotFoundError) and module == package):
         from importlib.metadata import version
 

@@ -195,7 +195,7 @@ def test_missing_engine_is_reported_once_with_install_command(root, monkeypatch,
     monkeypatch.setitem(sys.modules, "ray", None)
     call("features", "--model", "demo", "--device", "cpu", "--data", root, "--engine", "ray", expected=2)
     error = capsys.readouterr().err
-    assert "pip install 'dulbe_peft[ray]'" in error and "again" not in error
+    assert 'pip install ".[ray]"' in error and "again" not in error
 
 
 @contextmanager

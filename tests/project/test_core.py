@@ -40,16 +40,22 @@ def test_photos_extra_lists_the_packages_that_errors_name():
 
 
 def test_error_for_missing_package_names_the_extra():
-    message = r"a picture needs the package scikit-learn: pip install 'dulbe_peft\[photos\]'"
+    message = r'^a picture needs the package scikit-learn: pip install "\.\[photos\]" in a clone of dulbe_peft$'
     with pytest.raises(ImportError, match=message), installed("a picture"):
         raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn.base")
     with pytest.raises(ModuleNotFoundError, match="No module named 'other'"), installed("a picture"):
         raise ModuleNotFoundError("No module named 'other'", name="other")
     with (
-        pytest.raises(ImportError, match=r"ONNX needs the package other: .*'dulbe_peft\[onnx\]'"),
+        pytest.raises(ImportError, match=r'ONNX needs the package other: .*"\.\[onnx\]"'),
         installed("ONNX", "onnx"),
     ):
         raise ModuleNotFoundError("No module named 'other'", name="other")
+
+
+def test_no_message_of_the_package_installs_it_from_an_index_where_others_could_register_its_name():
+    for path in [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.md"), *PACKAGE.rglob("*.html")]:
+        commands = re.findall(r"pip install[^\n`]*", path.read_text(encoding="utf-8"))
+        assert not [command for command in commands if "dulbe_peft[" in command], path
 
 
 def test_error_that_transformers_hides_is_explained():
@@ -130,7 +136,7 @@ sys.exit(start())
 @pytest.mark.parametrize(("module", "package"), PHOTOS.items())
 def test_command_line_without_a_package_prints_one_sentence_at_once(module, package):
     done = subprocess.run([sys.executable, "-c", WITHOUT_PACKAGE, module], capture_output=True, text=True)
-    message = f"dulbe-peft needs the package {package}: pip install 'dulbe_peft[photos]'\n"
+    message = f'dulbe-peft needs the package {package}: pip install ".[photos]" in a clone of dulbe_peft\n'
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 

@@ -2,8 +2,10 @@
 
 import re
 import runpy
+import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 from documents import setup_cfg, text_of
 
@@ -50,6 +52,28 @@ def test_workflows_and_issue_templates_are_complete():
     assert publish["build"]["if"] == "vars.PUBLISH == 'true'" and publish["publish"]["needs"] == "build"
     forms = {path.stem: str(yaml.safe_load(text_of(path))) for path in ROOT.glob(".github/ISSUE_TEMPLATE/*.yml")}
     assert "`dulbe-peft env`" in forms["bug"] and "`verify.json`" in forms["verify"]
+
+
+def test_actions_of_others_are_pinned_to_commits_and_updated():
+    for path in ROOT.glob(".github/workflows/*.yml"):
+        actions = re.findall(r"uses: (.*)", text_of(path.relative_to(ROOT)))
+        assert actions and all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", action) for action in actions), path
+    updates = yaml.safe_load(text_of(".github/dependabot.yml"))["updates"]
+    assert {update["package-ecosystem"] for update in updates} == {"github-actions", "pip"}
+
+
+def test_source_archive_takes_every_file_of_the_repository():
+    if not (ROOT / ".git").exists():
+        pytest.skip("the files of the repository are known in a clone")
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    lines = [line.split() for line in text_of("MANIFEST.in").splitlines()]
+    folders = {"dulbe_peft", *(folder for word, *rest in lines if word == "graft" for folder in rest)}
+    patterns = [pattern for word, *rest in lines if word == "include" for pattern in rest]
+    patterns += ["LICENSE", "MANIFEST.in", "setup.cfg", "setup.py"]  # which setuptools takes by itself
+    for path in map(Path, listed):
+        assert path.parts[0] in folders or any(path.match(pattern) for pattern in patterns), path
 
 
 def test_llms_txt_lists_every_page():

@@ -3,8 +3,8 @@
 
 lora:             a standard LoRA adapter for the base model, if you serve that model anyway
 transformers:     an image classifier for pipeline("image-classification", FOLDER, trust_remote_code=True)
-onnx:             graphs of the encoder and of the classifier; needs pip install 'dulbe_peft[onnx]'
-transformers.js:  one graph for JavaScript; needs pip install 'dulbe_peft[onnx]'
+onnx:             graphs of the encoder and of the classifier; needs the extra onnx
+transformers.js:  one graph for JavaScript; needs the extra onnx
 
 Each format contains the learner's classifier, and a README.md with the code to use it.
 """

@@ -175,7 +175,7 @@ def test_unreadable_files_are_reported_with_a_remedy(photos, tmp_path, capsys, m
     (photos / "train" / "one" / "phone.heic").write_bytes(b"x")
     monkeypatch.setattr("dulbe_peft.data.folders.image_suffixes", lambda: (".png",))
     assert main(["check", str(photos)]) == 0
-    assert 'need an extra package: pip install "dulbe_peft[heic]", such as' in capsys.readouterr().out
+    assert 'need an extra package: pip install ".[heic]" in a clone of dulbe_peft, such as' in capsys.readouterr().out
     (photos / "train" / "one" / "1.png").write_bytes(b"x")
     assert main(["check", str(photos)]) == 2
     assert "cannot be read: 1" in capsys.readouterr().out
