@@ -11,6 +11,7 @@ PLACES = {
     "Documentation": "blob/main/docs/index.md",
     "Changelog": "blob/main/CHANGELOG.md",
     "Issues": "issues",
+    "Security": "blob/main/SECURITY.md",
     "Published numbers": "blob/main/docs/verify.md",
 }
 

@@ -84,6 +84,15 @@ def test_llms_txt_lists_every_page():
     assert set(listed) == pages
 
 
+def test_contributing_says_why_each_package_is_in_the_core():
+    rows = re.findall(
+        r"^\| ([\w, -]+) \| \w.*\|$", text_of("CONTRIBUTING.md").partition("## Dependencies")[2], re.MULTILINE
+    )
+    named = {name for row in rows for name in row.split(", ")} - {"package"}
+    required = setup_cfg()["options"]["install_requires"].split()
+    assert named == {re.split("[<>=!]", line)[0] for line in required}
+
+
 def test_lowest_constraints_match_setup():
     setup = setup_cfg()
     required = setup["options"]["install_requires"].split()
