@@ -407,7 +407,12 @@ class ClassIncrementalLearner(TakesTurns):
         with self.state.resting():
             embeds = self.encoder.each_embeds(parts)
         encoded = [
-            EncodedTest(features, torch.tensor(part.labels), [part.item_name(index) for index in range(len(part))])
+            EncodedTest(
+                features,
+                torch.tensor(part.labels),
+                [part.item_name(index) for index in range(len(part))],
+                () if part.groups is None else tuple(part.groups.tolist()),
+            )
             for features, part in zip(embeds, parts, strict=True)
         ]
         return evaluate_features(self.classifiers, encoded, self.class_names)

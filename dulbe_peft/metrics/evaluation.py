@@ -18,7 +18,7 @@ PREDICTIONS_FILE = "predictions.csv"
 BASELINES = ("text", "class_means")
 MOST_SCORES = 2**22  # the most scores in memory at a time
 _COLUMNS = ("image", "class", "predicted", "probability", "task")
-_OTHER = "predicted_"
+_GROUP, _OTHER = "group", "predicted_"
 
 
 class Figures(TypedDict):
@@ -45,6 +45,7 @@ class Evaluation:
             left out if the learner has the classifier "prototype", which does the same.
         probability: The probability of the first classifier's predictions, (n,).
         features: Unit features, (n, d).
+        groups: The number of each image's group, such as an item; empty if the images have no groups.
     """
 
     class_names: tuple[str, ...]
@@ -54,6 +55,7 @@ class Evaluation:
     baselines: dict[str, torch.Tensor]
     probability: torch.Tensor
     features: torch.Tensor
+    groups: tuple[int, ...] = ()
 
     def figures(self) -> Figures:
         """Return the top-1 accuracies: see `ClassIncrementalLearner.evaluate`."""
@@ -73,11 +75,12 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EncodedTest:
-    """The features, (n, d), of a data set's images, with their labels `truth`, (n,), and their names."""
+    """The features, (n, d), of a data set's images, with their labels `truth`, (n,), names and groups."""
 
     features: torch.Tensor
     truth: torch.Tensor
     images: Sequence[str]
+    groups: tuple[int, ...] = ()
 
 
 @torch.no_grad()
@@ -104,6 +107,7 @@ def evaluate_features(
             baselines={name: nearest(test.features, rows) for name, rows in embeddings.items()},
             probability=predictions[answering(classifiers)][number][1],
             features=test.features.cpu(),
+            groups=test.groups,
         )
         for number, test in enumerate(tests)
     ]
@@ -168,7 +172,11 @@ def seen_accuracies(
 
 
 def write_predictions(path: Path, tasks: Mapping[int, Evaluation]) -> None:
-    """Write `predictions.csv`, with one row for each test image, in the order of the tasks."""
+    """Write `predictions.csv`, with one row for each test image, in the order of the tasks.
+
+    If images have groups, the column "group" has their numbers, or is empty for images of tasks without groups.
+    """
+    grouped = any(part.groups for part in tasks.values())
     first = next(iter(tasks.values()))
     names = list(first.classifiers | first.baselines)
     rows: list[Any] = []
@@ -177,8 +185,9 @@ def write_predictions(path: Path, tasks: Mapping[int, Evaluation]) -> None:
         labels = [part.truth, *(columns[name] for name in names)]
         true, predicted, *rest = ([part.class_names[label] for label in column.tolist()] for column in labels)
         probability = [f"{value:.6f}" for value in part.probability.tolist()]
-        rows += zip(part.images, true, predicted, probability, [number] * len(true), *rest, strict=True)
-    write_csv(path, [*_COLUMNS, *(f"{_OTHER}{name}" for name in names[1:])], rows)
+        groups = [part.groups or [""] * len(true)] if grouped else []
+        rows += zip(part.images, true, predicted, probability, [number] * len(true), *groups, *rest, strict=True)
+    write_csv(path, [*_COLUMNS, *[_GROUP] * grouped, *(f"{_OTHER}{name}" for name in names[1:])], rows)
 
 
 @dataclass(frozen=True)
@@ -192,6 +201,7 @@ class ImageResult:
     task: int
     position: int
     others: dict[str, str]
+    group: str = ""  # the number of the image's group, or ""
 
     @property
     def right(self) -> bool:
@@ -204,15 +214,17 @@ def read_predictions(path: Path) -> list[ImageResult]:
     header, *rows = read_csv(path) or [[]]
     if tuple(header[: len(_COLUMNS)]) != _COLUMNS:
         raise ValueError(f"{path} begins with the columns {header[:5]}, expected {list(_COLUMNS)}")
-    names = [column.removeprefix(_OTHER) for column in header[len(_COLUMNS) :]]
+    grouped = _GROUP in header[len(_COLUMNS) : len(_COLUMNS) + 1]
+    names = [column.removeprefix(_OTHER) for column in header[len(_COLUMNS) + grouped :]]
     results: list[ImageResult] = []
     positions: dict[int, int] = {}
     for line, row in enumerate(rows, 2):
         try:
             image, true, predicted, probability, task, *rest = row
+            group = rest.pop(0) if grouped else ""
             number, others = int(task), dict(zip(names, rest, strict=True))
             position = positions[number] = positions.get(number, -1) + 1
-            results.append(ImageResult(image, true, predicted, float(probability), number, position, others))
+            results.append(ImageResult(image, true, predicted, float(probability), number, position, others, group))
         except ValueError as error:
             raise ValueError(f"line {line} of {path} is not as a run writes it: {error}") from error
     return results

@@ -78,7 +78,7 @@ def counted_share(run: RunFolder, names: Sequence[str], accuracy: float) -> Shar
         if name == run.first:
             return Share.of(rows)
         if name in rows[0].others:
-            return Share(sum(row.others[name] == row.true for row in rows), len(rows))
+            return Share.counted([(row, row.others[name] == row.true) for row in rows])
     right = round(accuracy * len(rows))
     return Share(right, len(rows)) if rows and right / len(rows) == accuracy else None
 
@@ -131,6 +131,13 @@ def estimated(results: Results) -> Estimated | None:
     words = f"accuracy estimated from {images}{some}, each left out in turn, with 95 % intervals:"
     remarks = estimates.remarks(classes)
     return Estimated(words, sorted(rows, key=lambda row: -row[1].share), few, remarks)
+
+
+def about_data(run: RunFolder) -> list[str]:
+    """Return what the training images say about the labels and about photographs of the same items."""
+    known = sum(map(len, run.learned))
+    estimates = run.results.estimates.model_copy(update={"shares": {}, "misnamed": ()})  # `next_steps` has the names
+    return [f"{line[0].upper()}{line[1:]}." for line in estimates.remarks(known)]
 
 
 def chosen(run: RunFolder) -> tuple[str, str]:

@@ -55,13 +55,16 @@ def write_pictures(
 
 
 def choose_examples(rows: Sequence[ImageResult]) -> dict[str, list[ImageResult]]:
-    """Choose the mistakes of the first classifier, most confident first, and a few images of each class."""
+    """Choose mistakes of the first classifier, most confident first, one of an item, and a few images of a class."""
+    mistakes: dict[object, ImageResult] = {}
+    for row in sorted((row for row in rows if not row.right), key=lambda row: -row.probability):
+        mistakes.setdefault((row.group, row.true) if row.group else (row.task, row.position), row)
     classes: dict[str, list[ImageResult]] = {}
     for row in rows:
         classes.setdefault(row.true, []).append(row)
     few = max(1, min(OF_A_CLASS, OF_ALL_CLASSES // max(len(classes), 1)))
     return {
-        "mistakes": sorted((row for row in rows if not row.right), key=lambda row: -row.probability)[:EXAMPLES],
+        "mistakes": [*mistakes.values()][:EXAMPLES],
         "classes": [row for members in classes.values() for row in members[:: -(-len(members) // few)]],
     }
 

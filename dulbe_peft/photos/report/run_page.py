@@ -99,6 +99,7 @@ def _content(run: RunFolder, key: str) -> dict[str, object]:
         "steps": advice.next_steps(run, rows, matrix),
         "trained_away": advice.trained_away(run.results),
         "earlier": [],
+        "about_data": advice.about_data(run) if run.tested else [],
         "estimated": None if run.tested else advice.estimated(run.results),
         "class_rows": rows,
         "matrix": matrix,

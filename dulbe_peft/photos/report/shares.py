@@ -2,6 +2,7 @@
 matrix.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from typing import Self
 import numpy as np
 
 from dulbe_peft.metrics.evaluation import ImageResult
+from dulbe_peft.utils.terminal import counted
 
+NORMAL = 1.959964  # the normal distribution's quantile of a 95 % interval
 _BINS = 10
 _MOST_CONFUSIONS = 3  # predicted classes that the row of a class lists
 _THRESHOLDS = (0.5, 0.8, 0.9, 0.95)
@@ -21,14 +24,31 @@ _LEAST = 20  # with fewer predictions, their accuracy says too little
 
 @dataclass(frozen=True)
 class Share:
-    """A count of images classified correctly, printed as 6.7 % (1 of 15; 95 % interval 1.2 to 29.8)."""
+    """A count of images classified correctly, printed as 6.7 % (1 of 15; 95 % interval 1.2 to 29.8).
+
+    If the images have groups, `items` is their number, and `worth` how many independent images tell as much.
+    """
 
     right: int
     images: int
+    items: int | None = None
+    worth: float | None = None
 
     @classmethod
     def of(cls, answers: Sequence[ImageResult]) -> Self:
-        return cls(sum(row.right for row in answers), len(answers))
+        """Count the images that the first classifier got right."""
+        return cls.counted([(row, row.right) for row in answers])
+
+    @classmethod
+    def counted(cls, rows: Sequence[tuple[ImageResult, bool]]) -> Self:
+        """Count the images for which the second entry is true. An image without a group is an item of its own."""
+        right = sum(hit for _, hit in rows)
+        if not any(row.group for row, _ in rows):
+            return cls(right, len(rows))
+        items: dict[object, list[bool]] = {}
+        for place, (row, hit) in enumerate(rows):
+            items.setdefault(row.group or place, []).append(hit)
+        return cls(right, len(rows), len(items), _worth([*items.values()]))
 
     @property
     def value(self) -> float:
@@ -36,16 +56,42 @@ class Share:
 
     @cached_property
     def interval(self) -> tuple[float, float]:
-        """Return Wilson's 95 % interval."""
+        """Return Wilson's 95 % interval, with `worth` as the number of images if they have groups."""
         from scipy.stats import binomtest
+
+        if self.worth is not None:
+            p, square = self.value, NORMAL**2 / self.worth
+            half = NORMAL * math.sqrt(p * (1 - p) / self.worth + square / (4 * self.worth))
+            low, high = ((p + square / 2 + sign * half) / (1 + square) for sign in (-1, 1))
+            return max(0.0, low), min(1.0, high)
 
         interval = binomtest(self.right, self.images).proportion_ci(method="wilson")
         return float(interval.low), float(interval.high)
 
     def __str__(self) -> str:
         low, high = (f"{100 * end:.1f}" for end in self.interval)
-        counts = f"{self.right:,} of {self.images:,}"
+        counts = f"{self.right:,} of {self.images:,}" + (f", {counted(self.items, 'item')}" if self.items else "")
         return f"{100 * self.value:.1f} % ({counts}; 95 % interval {low} to {high})"
+
+
+def _worth(items: Sequence[Sequence[bool]]) -> float:
+    """Return how many independent images tell as much about the accuracy as the images of some items.
+
+    It is the variance of a share of independent images over that of the share of right images by items, a ratio of
+    sums (Cochran, Sampling Techniques, 1977, 9A.1), with Student's quantile for few items (Korn and Graubard, 1998).
+    If all images are right, or all wrong, only the number of items counts.
+    """
+    from scipy.stats import t
+
+    images, number = sum(map(len, items)), len(items)
+    share = sum(map(sum, items)) / images
+    if number < 2 or share in (0, 1):
+        return float(number)
+    variance = number / (number - 1) * sum((sum(of) - share * len(of)) ** 2 for of in items) / images**2
+    if not variance:
+        return float(number)
+    few = (NORMAL / float(t.ppf(0.975, number - 1))) ** 2
+    return max(1.0, min(float(images), few * share * (1 - share) / variance))
 
 
 @dataclass(frozen=True)
@@ -70,11 +116,14 @@ def class_rows(
     groups: dict[str, list[ImageResult]] = {}
     for row in predictions:
         groups.setdefault(row.true, []).append(row)
-    table, predicted = [], Counter(row.predicted for row in predictions)
+    predicted: dict[str, list[ImageResult]] = {}
+    for row in predictions:
+        predicted.setdefault(row.predicted, []).append(row)
+    table = []
     for name, rows in groups.items():
         wrong, recall = Counter(row.predicted for row in rows if not row.right).most_common(), Share.of(rows)
         mistaken_for = listed([f"{other} ({count})" for other, count in wrong], _MOST_CONFUSIONS)
-        precision = Share(recall.right, predicted[name]) if predicted[name] else None
+        precision = Share.of(predicted[name]) if name in predicted else None
         table.append(ClassRow(name, recall, precision, forgetting.get(name), mistaken_for, learned.get(name) or None))
     return sorted(table, key=lambda row: row.recall.value)
 
@@ -162,12 +211,12 @@ def more_images(rows: Sequence[ClassRow]) -> tuple[bool | None, Share, Share, in
     """
     from scipy.stats import mannwhitneyu
 
-    counted = [row for row in rows if row.learned]
-    sizes = sorted({row.learned or 0 for row in counted})
+    taught = [row for row in rows if row.learned]
+    sizes = sorted({row.learned or 0 for row in taught})
     if len(sizes) < 2:
         return None
-    middle = min(float(np.median([row.learned or 0 for row in counted])), sizes[-2])
-    groups = [[row for row in counted if ((row.learned or 0) > middle) == more] for more in (False, True)]
+    middle = min(float(np.median([row.learned or 0 for row in taught])), sizes[-2])
+    groups = [[row for row in taught if ((row.learned or 0) > middle) == more] for more in (False, True)]
     few, many = (Share(sum(r.recall.right for r in group), sum(r.recall.images for r in group)) for group in groups)
     values = [[row.recall.value for row in group] for group in groups]
     clear = mannwhitneyu(*values).pvalue < 0.05

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,13 @@ from small_runs import call, opened
 
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.encoders.registry import demo_model_folder
+from dulbe_peft.metrics.evaluation import read_predictions
 from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.photos.data.splits import hold_out
+from dulbe_peft.photos.report.advice import about_data
+from dulbe_peft.photos.report.run_folder import read_run
+from dulbe_peft.photos.report.run_page import write_report
+from dulbe_peft.photos.report.shares import Share
 from dulbe_peft.photos.runs.run_settings import StreamSettings
 from dulbe_peft.photos.runs.setup import open_source, stream_tasks
 
@@ -250,3 +256,31 @@ def test_run_with_other_groups_than_before_is_refused_by_name(items, tmp_path, c
         assert words in said and content(out / str(number)) == before
     same = "([^/]+/item .)/[^/]+$"  # the same groups by other names
     assert call(*[*command, "--increment", "1", "--output", out / "1"], "--group", same) == 0
+
+
+def test_page_of_a_run_with_groups_counts_items_and_says_what_looks_alike(digit_folders, tmp_path):
+    photos = digit_folders(3, 20, 0)
+    for number, file in enumerate(sorted((photos / "train").rglob("*.png"))):
+        folder = tmp_path / "photos" / file.parent.name / f"item{number % 5}"
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, folder)
+    words = ["run", "--data", tmp_path / "photos", "--model", demo_model_folder(), "--test-fraction", 0.4]
+    words += ["--classifiers", "lda,bridge", "--device", "cpu", "--no-progress"]
+    assert call(*words, "--output", tmp_path / "out", "--group", "folder") == 0
+    newest = max((tmp_path / "out").glob("task-*"))
+    rows = read_predictions(newest / "predictions.csv")
+    items = {(Path(row.image).parent.parent.name, Path(row.image).parent.name): row.group for row in rows}
+    assert len(items) == len({*items.values()}) and all(items.values()) and {*rows[0].others} >= {"bridge"}
+    page = write_report(tmp_path / "out").read_text(encoding="utf-8")
+    share = Share.of(rows)
+    low, high = (f"{100 * end:.1f}" for end in share.interval)
+    assert share.items == len(items) < share.images == len(rows)
+    assert f"of {len(rows)} test images of {len(items)} items classified correctly" in page
+    assert f"95 % interval {low} to {high})" in page and "many photographs look" not in page.lower()
+    assert call(*words, "--output", tmp_path / "plain") == 0
+    said = "Many photographs look like one another; if they show the same items, give their groups (--group)"
+    plain = read_run(tmp_path / "plain")
+    assert (said in write_report(tmp_path / "plain").read_text(encoding="utf-8")) == plain.results.estimates.alike
+    alike = plain.results.estimates.model_copy(update={"alike": True})
+    run = replace(plain, results=plain.results.model_copy(update={"estimates": alike}))
+    assert any(line.startswith(said) for line in about_data(run))

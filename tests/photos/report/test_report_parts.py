@@ -19,7 +19,7 @@ from dulbe_peft.metrics.results import Estimates, Measures, Results
 from dulbe_peft.photos.report import format_summary, plot_matrix, plot_results, read_run
 from dulbe_peft.photos.report.advice import counted_share, leaderboard, next_steps
 from dulbe_peft.photos.report.html import percent
-from dulbe_peft.photos.report.pictures import choose_examples, write_examples
+from dulbe_peft.photos.report.pictures import EXAMPLES, choose_examples, write_examples
 from dulbe_peft.photos.report.plots import SERIES, accuracy_figure, inline_svg, reliability_figure
 from dulbe_peft.photos.report.run_folder import Copy, Pictures
 from dulbe_peft.photos.report.shares import (
@@ -275,3 +275,28 @@ def test_charts_in_files_are_not_empty(finished_run, tmp_path):
     (tmp_path / "others" / "depths.png").write_text("mine")
     with pytest.raises(FileExistsError, match=r"depths\.png"):
         write_figures(finished_run, tmp_path / "others")
+
+
+def test_interval_by_item_is_that_of_a_bootstrap_over_items():
+    """18 items with 11 photographs each, of which most are all right or all wrong."""
+    generator = np.random.default_rng(0)
+    hits = generator.random((18, 11)) < np.repeat([0.95, 0.1], 9)[:, None]
+    rows = [
+        ImageResult("", "a", "a" if hit else "b", 0.9, 1, i, {}, f"{i // 11}") for i, hit in enumerate(hits.ravel())
+    ]
+    share = Share.of(rows)
+    drawn = hits.mean(axis=1)[generator.integers(0, 18, (20000, 18))].mean(axis=1)
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    assert (share.right, share.images, share.items) == (hits.sum(), 198, 18)
+    assert share.interval == pytest.approx((low, high), abs=0.05), "the bootstrap knows nothing of few items"
+    alone = Share(share.right, 198)
+    assert share.interval[1] - share.interval[0] > 2.5 * (alone.interval[1] - alone.interval[0])
+    assert str(share).startswith(f"{100 * share.value:.1f} % ({share.right} of 198, 18 items; 95 % interval ")
+    sure = [ImageResult("", "a", "a", 0.9, 1, i, {}, f"{i // 11}") for i in range(198)]
+    assert Share.of(sure).interval == pytest.approx(Share(18, 18).interval, abs=1e-6)
+    single = [ImageResult("", "a", "a" if i % 3 else "b", 0.9, 1, i, {}, f"{i}") for i in range(300)]
+    assert Share.of(single).interval == pytest.approx(Share(200, 300).interval, abs=0.005)
+    (row,) = class_rows(rows, {}, {})
+    assert row.recall == share and row.precision.items == len({r.group for r in rows if r.right})
+    mistakes = choose_examples(rows)["mistakes"]
+    assert len(mistakes) == len({row.group for row in mistakes}) == EXAMPLES < (~hits).any(axis=1).sum()
