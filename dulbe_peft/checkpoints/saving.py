@@ -61,7 +61,8 @@ def write(
         classifier.save_pretrained(folder)
     if statistics and isinstance(state.memory, OccupationStatistics):
         state.memory.save(folder / STATISTICS_FILE, state.strategy.name)
-    elif state.memory and (statistics or state.encoding is not None):  # an encoding is needed to predict
+    elif isinstance(state.memory, dict) and state.memory and (statistics or state.encoding is not None):
+        # an encoding is needed to predict
         write_tensors(folder / MEMORY_FILE, state.memory, {MEMORY_FORMAT: state.strategy.name})
     if statistics:
         arrays, metadata = state.known.arrays(state.class_names)

@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -86,11 +87,29 @@ def _free_pages(start: int, end: int) -> None:
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file completely or not at all, with the file mode that the umask gives."""
+    """Write a safetensors file completely or not at all, with the file mode that the umask gives.
+
+    The same tensors and metadata give the same bytes.
+    """
     from dulbe_peft.utils.files import replacing  # here, because most users of this module write no files
 
     with replacing(path) as temporary:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+        if len(metadata) > 1:
+            _sort_metadata(temporary)
+
+
+def _sort_metadata(path: str | Path) -> None:
+    """Write the entries of a safetensors file's metadata in alphabetical order; safetensors gives them any order."""
+    with open(path, "r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) > length:
+            raise ValueError(f"{path}: a sorted header has {len(text)} bytes, and the written one {length}")
+        file.seek(8)
+        file.write(text.ljust(length))
 
 
 def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:

@@ -102,4 +102,16 @@ def figure(results: Path, name: str) -> str:
     return frontier_svg(sorted(records, key=lambda record: methods.index(record.method)), stream, REFERENCE)
 
 
-CURVES: dict[str, Any] = {each.__name__: each for each in (frontier, hulls, said, cells, half)}
+def shares(results: Path) -> list[list[str]]:
+    """Return the accuracies on learned and on never learned classes for each share of an update that was measured."""
+    rows = json.loads((results / "update-share.json").read_text(encoding="utf-8"))["rows"]
+    found = {(row["stream"], row["share"]): f"{row['learned']:.1f}, {row['never_learned']:.1f}" for row in rows}
+    streams, columns = (list(dict.fromkeys(row[name] for row in rows)) for name in ("stream", "share"))
+    columns.sort(key=["nothing trained", "a quarter of each task", "a half", "all", "`auto`"].index)
+    return [
+        ["", *columns],
+        *([stream, *(found.get((stream, column), "") for column in columns)] for stream in streams),
+    ]
+
+
+CURVES: dict[str, Any] = {each.__name__: each for each in (frontier, hulls, said, cells, half, shares)}

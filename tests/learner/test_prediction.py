@@ -151,11 +151,13 @@ def test_predict_command_writes_paths_classes_and_probabilities(world, tmp_path,
     assert main([*argv, "--csv", str(table), "--json", str(file)]) == 0
     expected, novelties = world.learner.predict(folder, top_k=2, return_scores=True, return_novelty=True)
     rows, written = list(csv.DictReader(io.StringIO(table.read_text()))), json.loads(file.read_text())
-    assert list(rows[0]) == ["path", "predicted", "probability", "novelty"] and len(rows) == 2 * len(expected)
-    flat = [answer for answers in expected for answer in answers]
-    assert [row["predicted"] for row in rows] == [name for name, _ in flat]
-    assert [float(row["probability"]) for row in rows] == pytest.approx([p for _, p in flat], abs=1e-5)
-    assert [float(row["novelty"]) for row in rows[::2]] == pytest.approx(novelties, abs=1e-5)
+    second = ["predicted_2", "probability_2"]
+    assert list(rows[0]) == ["path", "predicted", "probability", "novelty", *second] and len(rows) == len(expected)
+    for place, end in enumerate(("", "_2")):
+        assert [row[f"predicted{end}"] for row in rows] == [answers[place][0] for answers in expected]
+        found = [float(row[f"probability{end}"]) for row in rows]
+        assert found == pytest.approx([answers[place][1] for answers in expected], abs=1e-5)
+    assert [float(row["novelty"]) for row in rows] == pytest.approx(novelties, abs=1e-5)
     assert [row["classes"][0]["class"] for row in written] == [answers[0][0] for answers in expected]
     assert {row["path"] for row in rows} == {row["path"] for row in written} == set(world.files)
     capsys.readouterr()

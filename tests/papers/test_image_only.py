@@ -54,12 +54,6 @@ def test_strategies_that_train_with_names_are_refused_in_one_sentence(spec):
         learner_of(given, spec)
 
 
-def test_auto_rate_is_chosen_without_names():
-    given = make_model(IMAGE_ONLY[0]), ImageOnlyProcessor(make_processor(IMAGE_ONLY[0]))
-    learner = learned(learner_of(given, FAST[1], learning_rate="auto"), 1)
-    assert 0 < learner.args.learning_rate < 1
-
-
 def test_tokens_are_refused_in_one_sentence():
     given = make_model("vit"), ImageOnlyProcessor(make_processor("vit"))
     with pytest.raises(ValueError, match="tower like CLIP's, and a ViTModel has none: use form=prefix"):

@@ -249,24 +249,6 @@ def test_sentences_on_training_name_only_clear_differences_with_their_intervals(
     assert sentences.changes(tmp_path, "b") == line
 
 
-def test_sentence_on_rates_has_mean_and_range_over_streams(tmp_path):
-    (tmp_path / "comparisons").mkdir()
-    rows = [
-        f"{stream},{method},{name},auto,{gain},0.7,{0.7 + kept}"
-        for stream, method, gain, kept in (
-            ("a", "auto", 0.01, 0),
-            ("b", "auto", 0.03, -0.02),
-            ("b", "3e-4", 0.05, -0.1),
-        )
-        for name in ("text", "bayes")
-    ]
-    head = "stream,method,classifier,drift,gain,retention_before,retention"
-    (tmp_path / "comparisons/rates.csv").write_text("\n".join([head, "a,frozen,text,none,,0.7,0.7", *rows]))
-    first, second = sentences.rates(tmp_path).splitlines()
-    assert first.startswith("- auto, 2 streams: `text` +2.0 (+1.0 to +3.0), `bayes` +2.0 (+1.0 to +3.0)")
-    assert first.endswith("; known −1.0 (−2.0 to 0.0).") and second.endswith("known −10.0 (−10.0 to −10.0).")
-
-
 def test_sentences_on_estimates_rejection_and_suggestions(tmp_path):
     def stored(path, figures):
         path.parent.mkdir(parents=True, exist_ok=True)
