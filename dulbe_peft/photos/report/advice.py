@@ -1,6 +1,7 @@
 """Write the first lines of a report: which classifier is best, and what to do next."""
 
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,13 +9,14 @@ from dulbe_peft.classifiers.registry import CLASSIFIERS
 from dulbe_peft.classifiers.teaching import TEACHING
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES
+from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.metrics.results import Results
 from dulbe_peft.photos.report.run_folder import RunFolder
 from dulbe_peft.photos.report.shares import ClassRow, ConfusionMatrix, Share, listed
 from dulbe_peft.photos.runs.setup import tests_of
 from dulbe_peft.streams.training_cost import ADVICE, MUCH, significant_costs
 from dulbe_peft.training.state import Estimate, about_names
-from dulbe_peft.utils.terminal import counted
+from dulbe_peft.utils.terminal import counted, printable
 
 _LEVEL = 0.05  # significance level of the sign test
 _MOST_NAMES = 5  # names that a sentence lists
@@ -88,10 +90,25 @@ def summary(name: str) -> str:
     return BESIDE_CLASSIFIERS.get(name) or (CLASSIFIERS[name].rule_type.summary if name in CLASSIFIERS else "")
 
 
+def item_of(row: ImageResult) -> object:
+    """Return the item of a test image: its group, or the image itself."""
+    return row.group or (row.task, row.position)
+
+
+def wrong_items(rows: Sequence[ImageResult]) -> list[list[ImageResult]]:
+    """Return the items of which all photographs, `_OFTEN` or more, are predicted as the same wrong class."""
+    items: dict[object, list[ImageResult]] = {}
+    for row in rows:
+        items.setdefault((item_of(row), row.true), []).append(row)
+    sizable = [of for of in items.values() if len(of) >= _OFTEN and not of[0].right]
+    alike = [of for of in sizable if len({row.predicted for row in of}) == 1]
+    return sorted(alike, key=lambda of: -sum(row.probability for row in of) / len(of))
+
+
 def clearly_better(run: RunFolder) -> str:
     """Return the classifier that is better than the first one by a sign test at 5 %, or "".
 
-    Test images that were also learned do not count.
+    Test images that were also learned do not count. An item counts once, for the classifier with more right images.
     """
     from scipy.stats import binomtest
 
@@ -100,8 +117,10 @@ def clearly_better(run: RunFolder) -> str:
     unseen = [row for row in run.predictions if (row.task, row.position) not in copies]
     counts = []
     for name in others:
-        answers = [(row.others[name] == row.true, row.right) for row in unseen if name in row.others]
-        counts.append((name, answers.count((True, False)), answers.count((False, True))))
+        gains = Counter[object]()
+        for row in (row for row in unseen if name in row.others):
+            gains[item_of(row)] += (row.others[name] == row.true) - row.right
+        counts.append((name, sum(gain > 0 for gain in gains.values()), sum(gain < 0 for gain in gains.values())))
     best, gained, lost = max(counts, key=lambda row: row[1] - row[2], default=("", 0, 0))
     clear = gained > lost and binomtest(gained, gained + lost).pvalue < _LEVEL / len(others)
     return best if clear else ""
@@ -202,6 +221,10 @@ def hardly_knows(results: Results) -> bool:
     return guessing and classes > 2 and bool(shares) and max(share.high for share in shares) < _LOW
 
 
+def _items(share: Share) -> str:
+    return f", {counted(share.items, 'item')}" if share.items else ""
+
+
 def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix | None) -> list[tuple[str, str]]:
     """Return what to do next, each step with its command or "", the most useful step first."""
     folder, steps = shlex.quote(str(run.folder)), []
@@ -225,18 +248,28 @@ def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix
     whole = Share.of(run.predictions) if run.predictions else None
     weak = [row for row in rows if whole and row.recall.interval[1] < whole.value]
     weak.sort(key=lambda row: (row.learned or 0, row.recall.value))  # classes with the fewest training images first
+    for first in wrong_items(run.predictions)[:1]:
+        name, other, label = first[0].image, first[0].predicted, first[0].true
+        words = (
+            f"Is the item of {printable(name)} labelled correctly? {len(first)} of {len(first)} photographs look like"
+        )
+        steps.append((f"{words} {other}, and none like {label}.", ""))
     if weak:
-        counts = (f"{row.name} ({row.recall.right} of {row.recall.images} correct" for row in weak)
+        counts = (f"{row.name} ({row.recall.right} of {row.recall.images} correct{_items(row.recall)}" for row in weak)
         taught = ("" if not row.learned else f", {counted(row.learned, 'training image')}" for row in weak)
         words = listed([f"{count}{more})" for count, more in zip(counts, taught, strict=True)], _MOST_NAMES)
         steps.append((f"Add photographs of the classes whose accuracy is clearly below average: {words}.", ""))
-    often = [pair for pair in (matrix.mistakes if matrix else []) if pair[2] >= _OFTEN][:1]
+    items = Counter(
+        (true, predicted) for _, true, predicted in {(item_of(r), r.true, r.predicted) for r in run.predictions}
+    )
+    often = [pair for pair in (matrix.mistakes if matrix else []) if items[pair[:2]] >= _OFTEN][:1]
     for true, predicted, count, number in often:
         words = f"Look at {true} and {predicted}: {count} of {number} test images of {true} are mistaken."
         steps.append((f"{words} Check the labels, and whether these should be two classes.", ""))
     if whole and whole.interval[1] - whole.interval[0] > _WIDE:
-        tested = counted(whole.images, "image")
-        steps.append((f"Test on more than {tested}: four times as many images halve the interval.", ""))
+        what, number = ("item", whole.items) if whole.items else ("image", whole.images)
+        words = f"Test on more than {counted(number, what)}: four times as many {what}s halve the interval."
+        steps.append((words, ""))
     if run.base_model == str(demo_model_folder()) and run.source is None:  # the demo's learner knows only digits
         return [*steps, ("Check photographs of your own.", "dulbe-peft check YOUR-FOLDER")]
     return [*steps, ("Classify new photographs.", f"dulbe-peft predict {folder} PHOTOS{use}")]

@@ -17,7 +17,7 @@ from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.metrics.results import Estimates, Measures, Results
 from dulbe_peft.photos.report import format_summary, plot_matrix, plot_results, read_run
-from dulbe_peft.photos.report.advice import counted_share, leaderboard, next_steps
+from dulbe_peft.photos.report.advice import clearly_better, counted_share, leaderboard, next_steps
 from dulbe_peft.photos.report.html import percent
 from dulbe_peft.photos.report.pictures import EXAMPLES, choose_examples, write_examples
 from dulbe_peft.photos.report.plots import SERIES, accuracy_figure, inline_svg, reliability_figure
@@ -219,6 +219,29 @@ def test_next_steps_are_sorted_by_usefulness(finished_run):
     add, look, *_ = steps(crabs, {"crab": 3, "a": 50})
     assert "accuracy is clearly below average: crab (0 of 8 correct, 3 training images)." in add[0]
     assert "Look at crab and lobster: 8 of 8" in look[0]
+
+
+def test_next_steps_count_items(finished_run):
+    """Three crabs with eight photographs each are three observations, of which one looks like a wrong label."""
+    run = dataclasses.replace(read_run(finished_run), folder=Path("my run"))
+    rows = [ImageResult(f"{i}", "a", "a", 0.9, 1, i, {"lda": "a"}, f"a{i // 8}") for i in range(80)]
+    for item, wrong in enumerate((8, 7, 2)):
+        for view in range(8):
+            predicted = "lobster" if view < wrong else "crab"
+            others = {"lda": "crab"} if item < 2 else {"lda": predicted}
+            rows.append(ImageResult(f"c{item}/{view}", "crab", predicted, 0.8, 1, len(rows), others, f"c{item}"))
+    changed = dataclasses.replace(run, predictions=rows, pictures=Pictures())
+    steps = [words for words, _ in next_steps(changed, class_rows(rows, {}, {}), confusion_matrix(rows))]
+    asked = "Is the item of c0/0 labelled correctly? 8 of 8 photographs look like lobster, and none like crab."
+    assert asked in steps and any(words.startswith("Look at crab and lobster") for words in steps)
+    assert any(words.startswith("Test on more than 13 items: four times as many items") for words in steps)
+    assert not any("clearly below average" in words for words in steps), "three items say little"
+    assert clearly_better(changed) == "", "lda gains 15 images, but of two items"
+    alone = dataclasses.replace(changed, predictions=[dataclasses.replace(row, group="") for row in rows])
+    assert clearly_better(alone) == "lda"
+    two = [row for row in rows if row.group != "c2"]
+    steps = next_steps(dataclasses.replace(changed, predictions=two), class_rows(two, {}, {}), confusion_matrix(two))
+    assert not any(words.startswith("Look at") for words, _ in steps), "two items are not often"
 
 
 @pytest.mark.parametrize(("zero_shot", "high", "proposed"), [(0.2, 0.5, True), (0.9, 0.5, False), (0.2, 0.9, False)])
