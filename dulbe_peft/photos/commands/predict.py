@@ -5,14 +5,11 @@
   dulbe-peft predict out june --group-seconds 60 --by-group events.csv
   find . -name '*.jpg' | dulbe-peft predict out -
 
-Folders are read recursively. An unreadable file is reported and skipped. Predictions are printed as
-they come; files are written at the end. If the command is stopped, repeat it: the feature store has
-the images encoded so far. With --reject 0.05, an image is "none of these" if its novelty, how unlike
-all learned images it is, exceeds that of 95 % of the training images. With --coverage 0.95, each image
-gets a set of classes, which contains the correct one for 95 of 100 images of known classes. With --by-group,
-each item or event of --group or --group-seconds, as for run, gets one answer, from the mean of its
-photographs' log-probabilities, with their number and the first and last time; an image without a group
-is one.
+Folders are read recursively. Unreadable files are reported and skipped. Files are written at the end;
+after a stop, repeat the command: the feature store has the images encoded so far. With --reject 0.05, an
+image is "none of these" if its novelty, how unlike all learned images it is, exceeds that of 95 % of the
+training images. With --coverage 0.95, each image gets a set of classes with the correct one for 95 of 100
+images of known classes. --by-group averages the log-probabilities of an item's or event's photographs.
 """
 
 from __future__ import annotations
@@ -70,14 +67,14 @@ def predict(
     learner: str,
     load: Load,
     paths: tuple[str, ...] = setting(..., "images or folders; -: paths on standard input", place=True),
-    csv: File | None = setting(None, "write path, predicted, probability, novelty; - is standard output"),
+    csv: File | None = setting(None, "write path, predicted, probability, novelty; -: stdout"),
     json_file: File | None = setting(None, "write the same as JSON; - is standard output", flag="--json"),
-    exiftool: File | None = setting(None, "write keywords below `dulbe` for `exiftool -csv+=FILE`"),
+    exiftool: File | None = setting(None, "write keywords below `dulbe` for exiftool -csv+=FILE"),
     camtrap_dp: File | None = setting(
         None, "write observations of the Camtrap DP package in PATHS", metavar="FILE.csv"
     ),
-    by_group: File | None = setting(None, "write one answer for each item or event; needs --group or --group-seconds"),
-    sort_into: Folder | None = setting(None, "copy each image into a folder of its class; replaces no file"),
+    by_group: File | None = setting(None, "write an answer per group; needs --group..."),
+    sort_into: Folder | None = setting(None, "copy images into folders of classes; replaces no file"),
     only: File | None = ONLY,
     sum_up: File | None = SUM_UP,
     overwrite: bool = OVERWRITE,
