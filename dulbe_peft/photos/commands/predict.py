@@ -5,11 +5,10 @@
   dulbe-peft predict out june --group-seconds 60 --by-group events.csv
   find . -name '*.jpg' | dulbe-peft predict out -
 
-Folders are read recursively. Unreadable files are reported and skipped. Files are written at the end;
-after a stop, repeat the command: the feature store has the images encoded so far. With --reject 0.05, an
-image is "none of these" if its novelty, how unlike all learned images it is, exceeds that of 95 % of the
-training images. With --coverage 0.95, each image gets a set of classes with the correct one for 95 of 100
-images of known classes. --by-group averages the log-probabilities of an item's or event's photographs.
+Folders are read recursively. Unreadable files are reported and skipped. After a stop, repeat the command:
+the feature store has the images encoded so far. With --reject 0.05, an image is "none of these" if its
+novelty exceeds that of 95 % of the training images. With --coverage 0.95, sets of classes hold the correct
+one for 95 of 100 images of known classes. --by-group averages log-probabilities of a group's photographs.
 """
 
 from __future__ import annotations
