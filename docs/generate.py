@@ -7,6 +7,7 @@ outputs   what the code of a page prints, between markers; each page is run from
           <!-- output -->
           <!-- end of output -->
 
+settings  the tables of settings, between `<!-- settings: module.Class -->` and `<!-- end of settings -->`
 llms      `llms.txt`, the list of pages for language models
 report, label, comparison
           the screenshots, with Playwright and Chromium; the last one takes minutes
@@ -41,6 +42,7 @@ PAGES = ("README.md", "docs/photographs.md")  # those with outputs
 WIDTH = 108  # of a line, in characters: what a page shows at 1280 pixels without scrolling
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 MARKED = re.compile(r"(<!-- output -->\n).*?(<!-- end of output -->)", re.DOTALL)
+SETTINGS = re.compile(r"(<!-- settings: ([\w.]+)\.(\w+) -->).*?(<!-- end of settings -->)", re.DOTALL)
 SCREEN = {"width": 1280, "height": 820}
 # From the heading that contains a word to the next heading.
 BELOW = """word => {
@@ -69,12 +71,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace `{{ settings module.Class }}`, `{{ readme part }}` and `{{ file path }}` by what they name."""
+    """Replace `{{ readme part }}` and `{{ file path }}` by what they name."""
     markdown = markdown.replace("](../research/benchmarks/tables.md", "](tables.md")
     code = "```python\n{}```".format
     markdown = re.sub(r"^\{\{ file ([\w./]+) \}\}$", lambda m: code(read(m[1])), markdown, flags=re.MULTILINE)
-    markdown = re.sub(r"^\{\{ readme ([\w-]+) \}\}$", lambda m: readme_part(m[1]), markdown, flags=re.MULTILINE)
-    return re.sub(r"^\{\{ settings ([\w.]+)\.(\w+) \}\}$", lambda m: fields(*m.groups()), markdown, flags=re.MULTILINE)
+    return re.sub(r"^\{\{ readme ([\w-]+) \}\}$", lambda m: readme_part(m[1]), markdown, flags=re.MULTILINE)
 
 
 def on_page_content(content: str, **_: Any) -> str:
@@ -100,6 +101,11 @@ def readme_part(part: str) -> str:
     if found is None:
         raise ValueError(f"README.md has no part {part!r}")
     return found[1].replace("](docs/", "](")
+
+
+def with_settings(text: str) -> str:
+    """Return a page with the table of each class of settings between its markers."""
+    return SETTINGS.sub(lambda m: f"{m[1]}\n\n{fields(m[2], m[3])}\n\n{m[4]}", text)
 
 
 def fields(module: str, name: str) -> str:
@@ -260,6 +266,10 @@ def generate_outputs() -> None:
             write(page, with_outputs(read(page), work))
 
 
+def generate_settings() -> None:
+    write("docs/settings.md", with_settings(read("docs/settings.md")))
+
+
 def generate_llms() -> None:
     write("llms.txt", llms())
 
@@ -281,6 +291,7 @@ if __name__ == "__main__":
         "tables": generate_tables,
         "frontier": generate_frontier,
         "outputs": generate_outputs,
+        "settings": generate_settings,
         "llms": generate_llms,
     }
     for part in sys.argv[1:] or [*texts, "report", "label", "comparison"]:

@@ -164,6 +164,12 @@ def test_outputs_on_pages_match_what_their_code_prints(page, tmp_path):
     assert numbers_now == pytest.approx(numbers, abs=5)
 
 
+def test_tables_of_settings_match_the_code():
+    page = text_of("docs/settings.md")
+    assert "| `data` |" in page
+    assert OUTPUTS["with_settings"](page) == page  # if this fails, run: python docs/generate.py settings
+
+
 def test_data_page_names_every_image_suffix():
     assert not [suffix for suffix in image_suffixes() if f"`{suffix}`" not in text_of("docs/data.md")]
 
