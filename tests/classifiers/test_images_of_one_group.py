@@ -16,8 +16,8 @@ from dulbe_peft.classifiers.ridge import POWER
 
 EXACT = [
     *("prototype", "text", "lda", "lda:shrinkage=0.2", "gda:alpha=2", "bridge", "ridge:ridge=0.5"),
-    *("ranpac:features=60,ridge=20", "bayes:kappa=3,rho=0.2", "bayes:kappa=3,rho=0.2,omega=0.5"),
-]
+    "ranpac:features=60,ridge=20",
+]  # `bayes` gives the class that lost images the weight of all of them; test_bayes.py compares it
 
 
 def taught(spec, images, labels, groups=None, texts=digits.texts):
@@ -97,17 +97,6 @@ def test_lda_without_a_group_may_be_left_with_one_image_or_with_equal_images_of_
         found = classifier.left_out(others, labels, torch.zeros(len(labels), dtype=torch.int64))
         twin = taught(spec, every[: -len(labels)], labels.repeat(kept), texts=texts)(others).double()
         torch.testing.assert_close(found, twin, rtol=1e-5, atol=1e-4)
-
-
-def test_a_large_group_is_left_out_as_well_as_a_small_one():
-    """With more images than half of the dimensions, the covariance is inverted again."""
-    images, labels, _ = clusters(3 * [40], DIM)
-    groups = torch.arange(len(labels)) % 2
-    classifier = taught("bayes:kappa=3,rho=0.2", images, labels, texts=None)
-    found = classifier.left_out(images, labels, groups)
-    for group in (0, 1):
-        twin = taught("bayes:kappa=3,rho=0.2", images[groups != group], labels[groups != group], texts=None)
-        torch.testing.assert_close(found[groups == group], twin(images[groups == group]), rtol=1e-4, atol=1e-3)
 
 
 def test_pooled_head_leaves_the_group_out_of_the_mean_of_its_class(bursts):

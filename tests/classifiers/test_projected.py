@@ -43,29 +43,20 @@ class ProjectedTwin(Twin):
         twin, rows = object.__new__(ProjectedTwin), np.arange(len(self.x)) != i
         twin.layer = self.layer
         twin.learn(self.x[rows], self.y[rows], self.texts)
+        twin.whole = self
         return twin
 
     def slope(self, rho):
         return self.named.slope(rho)
 
     def scores(self, tests, kappa, rho, omega=0.0):
-        usual, classes = self.classes / sum(1 / self.n), range(self.classes)
+        classes = range(self.classes)
         images = np.array([[self.by_image(x, c, rho) for c in classes] for x in self.rows(tests)])
         texts = np.array([[self.named.by_text(z, c, rho, omega) for c in classes] for z in projected(tests)])
-        return (usual * images + kappa * texts) / (usual + kappa)
+        return self.together(images, texts, kappa, rho, omega)
 
     def text_losses_of_classes(self, rows):
         return self.named.text_losses_of_classes(rows)
-
-    def correlation(self, omega):
-        pairs = []
-        for k in range(self.classes):
-            m, z = self.m[k], self.named.m[k]
-            wrong = [c for c in range(self.classes) if c != k]
-            both = [[self.by_image(m, c, 0.3), self.named.by_text(z, c, 0.3, omega)] for c in wrong]
-            pairs.append(np.array(both) - np.mean(both, axis=0))
-        images, texts = np.concatenate(pairs).T
-        return max(0, images @ texts / np.sqrt(images @ images * (texts @ texts)))
 
 
 def taught(images, labels, kind=BayesClassifier, increment=CLASSES, **settings):
