@@ -8,6 +8,7 @@ outputs   what the code of a page prints, between markers; each page is run from
           <!-- end of output -->
 
 settings  the tables of settings, between `<!-- settings: module.Class -->` and `<!-- end of settings -->`
+programs  the blocks whose title is the path of an example
 llms      `llms.txt`, the list of pages for language models
 report, label, comparison
           the screenshots, with Playwright and Chromium; the last one takes minutes
@@ -43,6 +44,7 @@ WIDTH = 108  # of a line, in characters: what a page shows at 1280 pixels withou
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 MARKED = re.compile(r"(<!-- output -->\n).*?(<!-- end of output -->)", re.DOTALL)
 SETTINGS = re.compile(r"(<!-- settings: ([\w.]+)\.(\w+) -->).*?(<!-- end of settings -->)", re.DOTALL)
+PROGRAM = re.compile(r'^(```python title="(examples/[\w./]+)"\n).*?^```\n', re.DOTALL | re.MULTILINE)
 SCREEN = {"width": 1280, "height": 820}
 # From the heading that contains a word to the next heading.
 BELOW = """word => {
@@ -71,10 +73,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace `{{ readme part }}` and `{{ file path }}` by what they name."""
+    """Replace `{{ readme part }}` by that part."""
     markdown = markdown.replace("](../research/benchmarks/tables.md", "](tables.md")
-    code = "```python\n{}```".format
-    markdown = re.sub(r"^\{\{ file ([\w./]+) \}\}$", lambda m: code(read(m[1])), markdown, flags=re.MULTILINE)
     return re.sub(r"^\{\{ readme ([\w-]+) \}\}$", lambda m: readme_part(m[1]), markdown, flags=re.MULTILINE)
 
 
@@ -106,6 +106,11 @@ def readme_part(part: str) -> str:
 def with_settings(text: str) -> str:
     """Return a page with the table of each class of settings between its markers."""
     return SETTINGS.sub(lambda m: f"{m[1]}\n\n{fields(m[2], m[3])}\n\n{m[4]}", text)
+
+
+def with_programs(text: str) -> str:
+    """Return a page with each program that the title of a block names, as it is now."""
+    return PROGRAM.sub(lambda m: f"{m[1]}{read(m[2])}```\n", text)
 
 
 def fields(module: str, name: str) -> str:
@@ -270,6 +275,11 @@ def generate_settings() -> None:
     write("docs/settings.md", with_settings(read("docs/settings.md")))
 
 
+def generate_programs() -> None:
+    for page in sorted(DOCS.glob("*.md")):
+        write(page, with_programs(read(page)))
+
+
 def generate_llms() -> None:
     write("llms.txt", llms())
 
@@ -292,6 +302,7 @@ if __name__ == "__main__":
         "frontier": generate_frontier,
         "outputs": generate_outputs,
         "settings": generate_settings,
+        "programs": generate_programs,
         "llms": generate_llms,
     }
     for part in sys.argv[1:] or [*texts, "report", "label", "comparison"]:

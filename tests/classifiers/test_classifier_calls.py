@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 import torch
-from documents import blocks, text_of
+from documents import blocks
 from hub_stub import on_this_process
 from taught import CLASSES, DIM, NAMED, SCALE, SPECS, assert_equal_states, digits, learned, snapshot, task
 from torch.nn import functional as F
@@ -187,10 +187,7 @@ def page(monkeypatch, capsys):
     """Run the code of the page; return its names and what it printed. `median` is a classifier that it registers."""
     monkeypatch.setattr(CLASSIFIERS, "_classes", dict(CLASSIFIERS._classes))
     names = {"__name__": "page"}
-    for code in [
-        *(code for *_, code in blocks("docs/classifiers.md", "python")),
-        text_of("examples/own_classifier.py"),
-    ]:
+    for *_, code in blocks("docs/classifiers.md", "python"):
         exec(compile(code, "docs/classifiers.md", "exec", dont_inherit=True), names)
     return names | {"printed": capsys.readouterr().out}
 

@@ -79,7 +79,7 @@ def test_python_of_pages_runs(page, elsewhere, capsys):
     namespace: dict = {"__name__": "__main__"}
     for number, (_, title, code) in enumerate(blocks(page, "python"), 1):
         compiled = compile(code, f"{page} block {number}", "exec")
-        if title not in NOT_RUN:
+        if title not in NOT_RUN and not title.startswith("examples/"):  # other tests run the examples
             exec(compiled, namespace)
     if page == "README.md":
         printed = r"^\w+, .*: [\d.]+%, and [\d.]+% without training$"
@@ -105,7 +105,12 @@ def test_notebook_runs_and_learns(elsewhere, monkeypatch):
 
 
 def test_only_a_few_code_blocks_are_not_run():
-    titles = [title for page in PAGES for _, title, _ in blocks(page, "python") if title]
+    titles = [
+        title
+        for page in PAGES
+        for _, title, _ in blocks(page, "python")
+        if title and not title.startswith("examples/")
+    ]
     assert set(titles) <= set(NOT_RUN) and len(titles) <= 4
     assert all(Path(page).name in text_of(f"tests/{test}") for page, test in ELSEWHERE.items())
 
@@ -168,6 +173,14 @@ def test_tables_of_settings_match_the_code():
     page = text_of("docs/settings.md")
     assert "| `data` |" in page
     assert OUTPUTS["with_settings"](page) == page  # if this fails, run: python docs/generate.py settings
+
+
+def test_programs_on_pages_match_the_examples():
+    pages = {page: text_of(page) for page in PAGES}
+    assert sum('```python title="examples/' in text for text in pages.values()) >= 3
+    assert {
+        page: OUTPUTS["with_programs"](text) for page, text in pages.items()
+    } == pages  # python docs/generate.py programs
 
 
 def test_data_page_names_every_image_suffix():
