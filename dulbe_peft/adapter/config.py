@@ -12,14 +12,12 @@ from typing import Any
 from peft.config import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, PeftType, TaskType
 from peft.utils.other import get_pattern_key
-from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers.utils.hub import cached_file, has_file
 
 from dulbe_peft.arguments import AdapterSettings
-from dulbe_peft.utils.records import Record, first_problem
 from dulbe_peft.utils.settings import check_int, documented
 from dulbe_peft.utils.tensors import tensor_shapes, tensors_digest, write_tensors
 
@@ -52,19 +50,6 @@ DULBE = register_peft_type()
 DENSE = -1  # the rank of a history that is one matrix
 MAX_HISTORY_RANK = 2**20  # enough for 100,000 tasks; a file that claims a higher rank is refused
 FORMAT = "dulbe-adapter-1"  # the entry of an adapter file's metadata
-
-
-class _MadeOn(Record):
-    tower: str | None = None
-    base_digests: dict[str, str] = {}
-    base_settings: dict[str, str] = {}
-
-
-class _SavedFacts(Record):
-    tower: str | None
-    base_digests: dict[str, str]
-    base_settings: dict[str, str]
-    sha256: str
 
 
 def _by_pattern(pattern: Mapping[str, int], layer: str, default: int) -> int:
@@ -135,10 +120,14 @@ def read_facts(file: Path) -> AdapterFacts:
         if text is None:
             return AdapterFacts(history_ranks=ranks)
         digest = tensors_digest({name: tensors.get_tensor(name) for name in tensors.keys()})  # noqa: SIM118
+    from dulbe_peft.adapter.facts import SavedFacts, checked  # here, because importing pydantic takes long
+
+    what = f"{file}: the metadata {FORMAT!r}"
     try:
-        saved = _SavedFacts.model_validate_json(text)
-    except ValidationError as error:
-        raise ValueError(f"{file}: the metadata {FORMAT!r} is damaged: {first_problem(error)}") from error
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{what} is damaged: {error}") from error
+    saved = checked(SavedFacts, content, what)
     if saved.sha256 != digest:
         raise ValueError(
             f"{file} is damaged: its tensors do not have the SHA-256 in its metadata. If you changed them on purpose, "
@@ -186,12 +175,12 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
     made_on: dict[str, Any] = field(default_factory=dict, metadata={"help": "The base model. Saving writes it."})
 
     def __post_init__(self) -> None:
-        try:
-            made_on = _MadeOn.model_validate(self.made_on)
-        except ValidationError as error:
-            raise ValueError(f"made_on is damaged: {first_problem(error)}") from error
         # Of the file from which the configuration was read. This is no field, so that a copy is of a fresh adapter.
-        self.facts, self.made_on = AdapterFacts(**made_on.model_dump()), {}
+        self.facts = AdapterFacts()
+        if self.made_on:
+            from dulbe_peft.adapter.facts import MadeOn, checked  # here, because importing pydantic takes long
+
+            self.facts, self.made_on = AdapterFacts(**checked(MadeOn, self.made_on, "made_on").model_dump()), {}
         PeftConfig.__post_init__(self)
         AdapterSettings.__post_init__(self)
         self.peft_type = DULBE
