@@ -9,6 +9,7 @@ outputs   what the code of a page prints, between markers; each page is run from
 
 settings  the tables of settings, between `<!-- settings: module.Class -->` and `<!-- end of settings -->`
 programs  the blocks whose title is the path of an example
+readme    parts of the README, between `<!-- readme: PART -->` and `<!-- end of readme -->`
 llms      `llms.txt`, the list of pages for language models
 report, label, comparison
           the screenshots, with Playwright and Chromium; the last one takes minutes
@@ -44,6 +45,7 @@ WIDTH = 108  # of a line, in characters: what a page shows at 1280 pixels withou
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 MARKED = re.compile(r"(<!-- output -->\n).*?(<!-- end of output -->)", re.DOTALL)
 SETTINGS = re.compile(r"(<!-- settings: ([\w.]+)\.(\w+) -->).*?(<!-- end of settings -->)", re.DOTALL)
+README = re.compile(r"(<!-- readme: ([\w-]+) -->).*?(<!-- end of readme -->)", re.DOTALL)
 PROGRAM = re.compile(r'^(```python title="(examples/[\w./]+)"\n).*?^```\n', re.DOTALL | re.MULTILINE)
 SCREEN = {"width": 1280, "height": 820}
 # From the heading that contains a word to the next heading.
@@ -73,9 +75,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace `{{ readme part }}` by that part."""
-    markdown = markdown.replace("](../research/benchmarks/tables.md", "](tables.md")
-    return re.sub(r"^\{\{ readme ([\w-]+) \}\}$", lambda m: readme_part(m[1]), markdown, flags=re.MULTILINE)
+    """Link the page of all tables where the site has it."""
+    return markdown.replace("](../research/benchmarks/tables.md", "](tables.md")
 
 
 def on_page_content(content: str, **_: Any) -> str:
@@ -100,7 +101,13 @@ def readme_part(part: str) -> str:
     found = re.search(rf"<!-- {part} -->\n(.*?)<!-- /{part} -->", read("README.md"), flags=re.DOTALL)
     if found is None:
         raise ValueError(f"README.md has no part {part!r}")
-    return found[1].replace("](docs/", "](")
+    text = re.sub(r"\]\((?!docs/|[a-z]+:|#)", "](../", found[1])
+    return text.replace("](docs/", "](").strip()
+
+
+def with_readme(text: str) -> str:
+    """Return a page with the parts of the README between its markers, as they are now."""
+    return README.sub(lambda m: f"{m[1]}\n\n{readme_part(m[2])}\n\n{m[3]}", text)
 
 
 def with_settings(text: str) -> str:
@@ -280,6 +287,11 @@ def generate_programs() -> None:
         write(page, with_programs(read(page)))
 
 
+def generate_readme() -> None:
+    for page in sorted(DOCS.glob("*.md")):
+        write(page, with_readme(read(page)))
+
+
 def generate_llms() -> None:
     write("llms.txt", llms())
 
@@ -303,6 +315,7 @@ if __name__ == "__main__":
         "outputs": generate_outputs,
         "settings": generate_settings,
         "programs": generate_programs,
+        "readme": generate_readme,
         "llms": generate_llms,
     }
     for part in sys.argv[1:] or [*texts, "report", "label", "comparison"]:

@@ -37,6 +37,8 @@ ELSEWHERE = {
     "docs/classifiers.md": "classifiers/test_classifier_calls.py",
     "docs/deploying.md": "photos/deployment/test_deployment.py",
 }
+# Pages that are parts of the README, whose Python is run there.
+COPIES = ("docs/index.md", "docs/quickstart.md")
 # Pages whose Python takes seconds.
 LONG = ("docs/by-hand.md",)
 # Pages whose commands run too, block by block together with their Python.
@@ -72,7 +74,7 @@ def elsewhere(tmp_path, monkeypatch):
     [
         pytest.param(page, marks=[pytest.mark.slow] * (page in LONG))
         for page in PAGES
-        if blocks(page, "python") and page not in (*WALKED, *ELSEWHERE)
+        if blocks(page, "python") and page not in (*WALKED, *ELSEWHERE, *COPIES)
     ],
 )
 def test_python_of_pages_runs(page, elsewhere, capsys):
@@ -183,6 +185,17 @@ def test_programs_on_pages_match_the_examples():
     } == pages  # python docs/generate.py programs
 
 
+def test_parts_of_the_readme_on_pages_match_it():
+    pages = {page: text_of(page) for page in PAGES}
+    assert sum("<!-- readme: " in text for text in pages.values()) == len(COPIES)
+    assert {page: OUTPUTS["with_readme"](text) for page, text in pages.items()} == pages  # docs/generate.py readme
+
+
+def test_no_page_needs_a_build_to_be_read():
+    pages = [page for page in PAGES if "/reference/" not in page]
+    assert not [page for page in pages if re.search(r"^\s*(\{\{|:::)", text_of(page), flags=re.MULTILINE)]
+
+
 def test_data_page_names_every_image_suffix():
     assert not [suffix for suffix in image_suffixes() if f"`{suffix}`" not in text_of("docs/data.md")]
 
@@ -275,8 +288,6 @@ def test_messages_in_troubleshooting_exist_in_the_code():
 @pytest.mark.parametrize("page", PAGES)
 def test_code_on_pages_fits_without_scrolling(page):
     lines = [line for _, _, code in blocks(page, "python", "bash", "yaml", "text") for line in code.splitlines()]
-    for file in re.findall(r"{{ file (\S+) }}", (ROOT / page).read_text(encoding="utf-8")):
-        lines += (ROOT / file).read_text(encoding="utf-8").splitlines()
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
 
 
