@@ -93,13 +93,13 @@ def as_jpeg(picture: Image.Image) -> bytes:
     return packed.getvalue()
 
 
-def thumbnail(image: Image.Image) -> Image.Image:
-    """Return an RGB image at most 160 pixels wide and high. Tiny images are enlarged to show their pixels."""
-    factor = PICTURE_SIDE // max(image.size)
+def thumbnail(image: Image.Image, side: int = PICTURE_SIDE) -> Image.Image:
+    """Return an RGB image at most `side` pixels wide and high. Tiny images are enlarged to show their pixels."""
+    factor = side // max(image.size)
     if factor > 1:
         width, height = image.size
         return image.resize((width * factor, height * factor), Image.Resampling.NEAREST)
-    factor = max(image.size) // (2 * PICTURE_SIDE)
+    factor = max(image.size) // (2 * side)
     picture = image.reduce(factor) if factor > 1 else image.copy()
-    picture.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
+    picture.thumbnail((side, side))
     return picture

@@ -116,7 +116,7 @@ def test_load_data_chooses_the_reader_by_the_path(folder, tmp_path, monkeypatch)
         ("user/birds", 'write "hf:user/birds"'),
         ("labels.csv", "^labels.csv does not exist$"),
         (tmp_path / "x.tar", "file: it is an archive: unpack"),
-        *((at, r"pip install 'dulbe_peft\[datasets\]'") for at in ("hf:x", tmp_path / "saved", tmp_path / "parquet")),
+        *((at, r'pip install "\.\[datasets\]"') for at in ("hf:x", tmp_path / "saved", tmp_path / "parquet")),
     ):
         with pytest.raises((FileNotFoundError, ValueError, ImportError), match=words):
             load_data(path)

@@ -110,7 +110,7 @@ def test_spreadsheet_of_a_colleague_is_read(tmp_path):
 def test_missing_reader_of_spreadsheets_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "python_calamine", None)
     (tmp_path / "labels.xlsx").write_bytes(b"")
-    with pytest.raises(ImportError, match=r"labels.xlsx needs .*: pip install 'dulbe_peft\[excel\]'"):
+    with pytest.raises(ImportError, match=r'labels.xlsx needs .*: pip install "\.\[excel\]"'):
         load_data(tmp_path / "labels.xlsx", None)
 
 

@@ -153,7 +153,7 @@ def test_missing_package_and_unsupported_precision_are_named_in_the_error(monkey
     with pytest.raises(ValueError, match="precision 'bfloat16' is not supported by onnxruntime on a CPU"):
         LearnerArguments(precision="bfloat16", backend="onnx")
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
-    with pytest.raises(ImportError, match=r"ONNX needs the package onnxruntime: pip install 'dulbe_peft\[onnx\]'"):
+    with pytest.raises(ImportError, match=r'ONNX needs the package onnxruntime: pip install "\.\[onnx\]"'):
         tiny_learner("frozen", backend="onnx").image_embeds(PIXELS)
 
 

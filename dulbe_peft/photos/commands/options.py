@@ -311,7 +311,7 @@ def answers_of(only: str | None, sum_up: str | None, known: Sequence[str]) -> di
     Raises:
         ValueError: If no class of a file has been learned, or a table has other columns.
     """
-    from dulbe_peft.data.names import class_key
+    from dulbe_peft.data.names import NONE, check_class_names, class_key
     from dulbe_peft.data.tables import csv_lines
     from dulbe_peft.utils.files import read_lines
 
@@ -334,5 +334,10 @@ def answers_of(only: str | None, sum_up: str | None, known: Sequence[str]) -> di
         twice = next((name for name, group in pairs if flag == "sum_up" and dict(pairs)[name] != group), None)
         if twice is not None:
             raise ValueError(f"{file} puts the class {twice!r} into two groups: keep one of them")
+        if flag == "sum_up":
+            for group in dict(pairs).values():
+                if class_key(group) == class_key(NONE):
+                    raise ValueError(f"{file} has the group {group!r}, which is the answer for images of no class")
+                check_class_names([group])
         fields[flag] = tuple(dict.fromkeys(name for name, _ in pairs)) if flag == "only" else dict(pairs)
     return fields

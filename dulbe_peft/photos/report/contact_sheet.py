@@ -10,14 +10,14 @@ from dulbe_peft.photos.report.html import jpeg_address, write_page
 from dulbe_peft.utils.files import read_csv
 
 COLUMNS = ["path", "predicted", "probability"]
-OLD = ["path", "class", "probability"]  # of tables written before the column was renamed
 MOST_PICTURES = 60  # pictures shown for each class
+SIDE = 200  # pixels of a picture
 
 
 def write_contact_sheet(table: Path, output: Path) -> Path:
     """Write a page of the photographs in a table of `predict --csv`, the least certain ones of each class first."""
     header, *rows = read_csv(table) or [[]]
-    if header[: len(COLUMNS)] not in (COLUMNS, OLD):
+    if header[: len(COLUMNS)] != COLUMNS:
         raise ValueError(f"{table} begins with the columns {header[:3]}, expected {COLUMNS}, as predict --csv writes")
     best: dict[str, tuple[str, float]] = {}
     for line, row in enumerate(rows, 2):
@@ -36,6 +36,6 @@ def write_contact_sheet(table: Path, output: Path) -> Path:
 def _picture(path: str) -> str | None:
     """Return a photograph as an address for the page, or None if its file is missing or damaged."""
     try:
-        return jpeg_address(as_jpeg(thumbnail(decode_image(path))))
+        return jpeg_address(as_jpeg(thumbnail(decode_image(path), SIDE)))
     except UnreadableImageError:
         return None

@@ -394,6 +394,9 @@ def test_groups_get_the_sums_of_their_classes(learner, folders, tmp_path, capsys
     (tmp_path / "groups.csv").write_text("class;group\none;odd\nOne;prime\n")
     assert main([*command, "--overwrite"]) == 2
     assert "groups.csv puts the class 'one' into two groups" in capsys.readouterr().err
+    for group, words in (("None of these", "the answer for images of no class"), (" ", "must not be blank")):
+        (tmp_path / "groups.csv").write_text(f"class,group\none,{group}\n")
+        assert main([*command, "--overwrite"]) == 2 and words in capsys.readouterr().err
     sets = model.predict(test, coverage=0.75, sum_up=groups)
     for inside, outside in zip(model.predict(test, coverage=0.75), sets, strict=True):
         assert {groups[name] for name in inside} <= set(outside) <= {"odd", "even"}

@@ -12,7 +12,7 @@ SCRIPT = "<script>alert(1)</script>"
 def test_photographs_are_grouped_by_class_least_certain_first(tmp_path, capsys):
     for number, grey in enumerate((10, 120, 240)):
         Image.new("RGB", (40, 30), (grey,) * 3).save(tmp_path / f"{number}.png")
-    lines = ["path,class,probability", f"{tmp_path}/0.png,cat,0.9", f"{tmp_path}/0.png,{SCRIPT},0.1"]
+    lines = ["path,predicted,probability", f"{tmp_path}/0.png,cat,0.9", f"{tmp_path}/0.png,{SCRIPT},0.1"]
     lines += [f"{tmp_path}/1.png,cat,0.4", f"{tmp_path}/2.png,,0.3", f"{tmp_path}/gone.png,{SCRIPT},0.8"]
     table = tmp_path / "holidays.csv"
     table.write_text("\n".join(lines) + "\n")
@@ -31,8 +31,8 @@ def test_photographs_are_grouped_by_class_least_certain_first(tmp_path, capsys):
     ("text", "flags", "words"),
     [
         ("a,b\n", [], "begins with the columns"),
-        ("path,class,probability\nx.png,cat,very\n", [], "line 2 of"),
-        ("path,class,probability\n", ["--latex", "t.tex"], "give it alone"),
+        ("path,predicted,probability\nx.png,cat,very\n", [], "line 2 of"),
+        ("path,predicted,probability\n", ["--latex", "t.tex"], "give it alone"),
     ],
 )
 def test_invalid_table_of_predictions_is_refused(tmp_path, monkeypatch, capsys, text, flags, words):
