@@ -15,7 +15,7 @@ OUTPUTS = {
     "check": ("{data}", ("--page", "--csv")),
     "suggest": ("--model {model} {data}", ("--csv", "--page")),
     "report": ("{data}", ("--output", "--csv", "--latex")),
-    "predict": ("{saved} {data} --only {table}", ("--csv", "--json", "--exiftool", "--camtrap-dp")),
+    "predict": ("{saved} {data} --only {table}", ("--csv", "--json", "--by-group", "--exiftool", "--camtrap-dp")),
     "features": ("--model {model} --data {data}", ("--output",)),
 }
 FILES = ("metadata.csv", "media.csv", "answers.json", "deep/train.parquet", "a/0.png", "table.csv")
@@ -58,6 +58,7 @@ def cases():
 def test_output_replaces_no_file_that_is_read(finished_run, tiny_model, read, capsys, name, flag, file):
     inside = read / file if file == "table.csv" else read / "data" / file
     words = OUTPUTS[name][0].format(saved=finished_run, model=tiny_model, data=read / "data", table=read / "table.csv")
+    words += " --group folder" if flag == "--by-group" else ""
     hard, soft, around = read / f"hard{inside.suffix}", read / f"soft{inside.suffix}", read / "around"
     hard.hardlink_to(inside)
     soft.symlink_to(inside)
