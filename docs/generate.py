@@ -10,6 +10,7 @@ outputs   what the code of a page prints, between markers; each page is run from
 settings  the tables of settings, between `<!-- settings: module.Class -->` and `<!-- end of settings -->`
 programs  the blocks whose title is the path of an example
 readme    parts of the README, between `<!-- readme: PART -->` and `<!-- end of readme -->`
+reference signatures and docstrings, between `<!-- reference: NAME -->` and `<!-- end of reference -->`
 llms      `llms.txt`, the list of pages for language models
 report, label, comparison
           the screenshots, with Playwright and Chromium; the last one takes minutes
@@ -23,6 +24,7 @@ import ast
 import html
 import os
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -292,6 +294,12 @@ def generate_readme() -> None:
         write(page, with_readme(read(page)))
 
 
+def generate_reference() -> None:
+    with_reference = runpy.run_path(str(DOCS / "describe.py"))["with_reference"]
+    for page in sorted(DOCS.glob("reference/*.md")):
+        write(page, with_reference(read(page)))
+
+
 def generate_llms() -> None:
     write("llms.txt", llms())
 
@@ -316,6 +324,7 @@ if __name__ == "__main__":
         "settings": generate_settings,
         "programs": generate_programs,
         "readme": generate_readme,
+        "reference": generate_reference,
         "llms": generate_llms,
     }
     for part in sys.argv[1:] or [*texts, "report", "label", "comparison"]:

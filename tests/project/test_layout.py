@@ -190,7 +190,7 @@ def test_no_file_has_unfinished_work_markers():
 
 def test_api_references_in_docs_resolve():
     for page in (ROOT / "docs").rglob("*.md"):
-        for name in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        for name in re.findall(r"^<!-- reference: (\S+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
             assert pkgutil.resolve_name(name), (page.name, name)
 
 

@@ -1,0 +1,117 @@
+"""Describe public names as Markdown, from their signatures and docstrings; `generate.py` writes it into the pages."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pkgutil
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+REFERENCE = re.compile(r"(<!-- reference: ([\w.]+) -->).*?(<!-- end of reference -->)", re.DOTALL)
+PAGES = Path(__file__).parent / "reference"
+SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Reference|Example):$")
+PACKAGES = ("dulbe_peft", "research")
+WIDTH = 108  # of a line of code, in characters
+
+
+def with_reference(text: str) -> str:
+    """Return a page with what is between its markers written anew."""
+    places = {
+        name.rpartition(".")[2]: f"{path.name}#{name.rpartition('.')[2].lower()}"
+        for path in sorted(PAGES.glob("*.md"))
+        for _, name, _ in REFERENCE.findall(path.read_text(encoding="utf-8"))
+    }
+    return REFERENCE.sub(lambda m: f"{m[1]}\n\n{linked(described(m[2]), places)}\n\n{m[3]}", text)
+
+
+def linked(text: str, places: dict[str, str]) -> str:
+    """Return the text with every [`Name`] as a link to its description, or as code if no page describes it."""
+    return re.sub(
+        r"\[`(\w+)`\](?!\()", lambda m: f"[`{m[1]}`]({places[m[1]]})" if m[1] in places else f"`{m[1]}`", text
+    )
+
+
+def described(name: str) -> str:
+    """Return the heading, signature and docstring of a name, and of its public methods or a module's functions."""
+    thing = pkgutil.resolve_name(name)
+    if inspect.ismodule(thing):
+        members = [value for key, value in vars(thing).items() if not key.startswith("_")]
+        own = [value for value in members if getattr(value, "__module__", "") == name and callable(value)]
+        return "\n\n".join(entry("##", value.__name__, value) for value in own if inspect.getdoc(value))
+    parts = [entry("##", name.rpartition(".")[2], thing)]
+    if inspect.isclass(thing):
+        for key, value in vars(thing).items():
+            value = getattr(value, "__func__", value)
+            value = (
+                inspect.unwrap(value.fget if isinstance(value, property) else value) if value is not None else value
+            )
+            if not key.startswith("_") and inspect.isfunction(value) and value.__doc__:
+                parts.append(entry("###", key, value))
+    return "\n\n".join(parts)
+
+
+def entry(level: str, name: str, thing: Any) -> str:
+    signature = f'```python title="signature"\n{signature_of(name, thing)}\n```'
+    return f"{level} `{name}`\n\n{signature}\n\n{markdown(inspect.getdoc(thing) or '', foreign(thing))}".rstrip()
+
+
+def foreign(thing: Any) -> set[str]:
+    """Return the fields that a class has from another library, whose versions differ."""
+    if not inspect.isclass(thing):
+        return set()
+    by_others = [cls for cls in thing.__mro__ if cls.__module__.partition(".")[0] not in PACKAGES]
+    ours = [cls for cls in thing.__mro__ if cls not in by_others]
+    return {key for cls in by_others for key in vars(cls).get("__annotations__", {})} - {
+        key for cls in ours for key in inspect.get_annotations(cls)
+    }
+
+
+def signature_of(name: str, thing: Any) -> str:
+    """Return the signature as the source has it, so that it is the same with every version of Python."""
+    kind = "class" if inspect.isclass(thing) else "def"
+    returns = ""
+    if kind == "class" and "__init__" in vars(thing) and hasattr(thing, "__dataclass_fields__"):
+        names = [key for key in inspect.signature(thing).parameters if key not in foreign(thing)]
+        arguments = ", ".join(names)
+    elif kind == "class" and "__init__" not in vars(thing):
+        return f"class {name}: ..."
+    else:
+        function = inspect.unwrap(thing.__init__ if kind == "class" else thing)
+        try:
+            node: Any = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        except (OSError, TypeError):
+            return f"class {name}: ..."
+        if node.args.args and node.args.args[0].arg in ("self", "cls"):
+            node.args.args = node.args.args[1:]
+        arguments = ast.unparse(node.args)
+        returns = f" -> {ast.unparse(node.returns)}" if node.returns and kind == "def" else ""
+    line = f"def {name}({arguments}){returns}: ..."
+    if len(line) > WIDTH:
+        parts = textwrap.wrap(arguments, WIDTH - 4, break_long_words=False, break_on_hyphens=False)
+        line = f"def {name}(\n" + "\n".join(f"    {part}" for part in parts) + f"\n){returns}: ..."
+    return line
+
+
+def markdown(doc: str, left_out: set[str]) -> str:
+    """Return a docstring as Markdown: Args, Attributes and Raises become lists."""
+    parts, section, body = [], "", []
+    for line in [*doc.splitlines(), "Reference:"]:
+        found = SECTION.match(line)
+        if not found:
+            body.append(line)
+            continue
+        text = textwrap.dedent("\n".join(body)).strip()
+        if section == "Example":
+            parts.append(f"**Example**\n\n```pycon\n{text}\n```")
+        elif section in ("Args", "Attributes", "Raises"):
+            items = re.split(r"\n(?=\S)", text)
+            rows = [re.sub(r"^(\*{0,2}[\w.]+):\s*", r"`\1`: ", " ".join(item.split())) for item in items]
+            rows = [row for row in rows if row.partition(":")[0].strip("`") not in left_out]
+            parts.append(f"**{section}**\n\n" + "\n".join(f"- {row}" for row in rows))
+        elif text:
+            parts.append(f"**{section}**\n\n{text}" if section else text)
+        section, body = found[1], []
+    return "\n\n".join(parts)
