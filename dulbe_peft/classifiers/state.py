@@ -214,6 +214,8 @@ class once(Generic[T_co]):
     def __get__(self, fitted: object | None, owner: type) -> T_co | Self:
         if fitted is None:
             return self
+        if not has_values():  # while a graph is exported or compiled, which computes the value itself
+            return self.make(fitted)
         with computing():
             value = self.make(fitted)
         vars(fitted)[self.name] = value  # is found before this property from now on
