@@ -45,8 +45,8 @@ image: its Gram matrix is T, with the mean, and it has no offset. On six sets, o
 this adds 0.9 points without names, and on six others, which confirm it, 1.9. With names, it helps as well. From two
 images on, adding T to W no longer helps.
 
-**A class without a text** has t_c = 0. If there are no texts, a = 0. If other classes have texts, T_c = 0 would be far
-below what they get for their images, with a large kappa, so T_c is r L_c, see `Fit.instead`.
+**A class without a text** has t_c = 0. If there are no texts, a = 0. If other classes have texts, they get large T_c
+for their own images. A class with T_c = 0 would then hardly ever be predicted, so its T_c is r L_c; see `Fit.instead`.
 
 **A left-out image** of class c gets the score that it would have on average if all n_c images of its class remained.
 Without m of them, the noise in m_c is larger, and w_c would be smaller, which new images do not meet. So w_c stays,
@@ -350,8 +350,8 @@ class Terms:
     """The terms of the scores of images, from which the scores follow for any kappa and omega.
 
     `near` is (m_k - b)'P (x - b), `square` (m_k - b)'P (m_k - b), and `cross`, `length`, `across` and `along` are
-    t_k'(m_k - b), t_k'S t_k, t_k'(x - b) and t_k'b. All of them, and `counts`, n_k, are (n, C), or (1, C) if they are
-    the same for all images.
+    t_k'(m_k - b), t_k'S t_k, t_k'(x - b) and t_k'b. All of them, and n_k, are (n, C), or (1, C) if they are the same
+    for all images. `counts` are the n_k without the images that are left out, and `before` those with them.
     """
 
     counts: Tensor
@@ -364,7 +364,7 @@ class Terms:
     along: Tensor
 
     def scores(self, kappas: Tensor, omega: float, instead: float) -> Tensor:
-        """Return the scores, (kappas, n, C)."""
+        """Return the scores, (kappas, n, C); `instead` is r of `Fit.instead`."""
         share = shares(self.counts, 1)[0]
         over = (share * self.length).sum(dim=1, keepdim=True)
         slope = ((share * self.cross).sum(dim=1, keepdim=True) / over).clamp_min(0).where(over > 0, 0.0)
