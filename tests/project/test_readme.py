@@ -5,13 +5,11 @@ import json
 import re
 import runpy
 import shlex
-import tempfile
 from inspect import signature
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import pytest
-import write_saved
 import yaml
 from documents import blocks, text_of
 from small_runs import parse, some
@@ -24,7 +22,6 @@ from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.runs.run_settings import GROUPS, ModelSettings
 from dulbe_peft.strategies import STRATEGIES
-from dulbe_peft.streams.tasks import class_incremental_tasks
 from dulbe_peft.utils.settings import field_types
 from research.comparison.plan import read_plan
 
@@ -36,9 +33,10 @@ NOT_RUN = ("needs the Hub", "signature")
 ELSEWHERE = {
     "docs/classifiers.md": "classifiers/test_classifier_calls.py",
     "docs/deploying.md": "photos/deployment/test_deployment.py",
+    "docs/from-lora.md": "project/test_programs.py",
 }
 # Pages that are parts of the README, whose Python is run there.
-COPIES = ("docs/index.md", "docs/quickstart.md")
+COPIES = ("docs/index.md", "docs/adapter.md")
 # Pages whose Python takes seconds.
 LONG = ("docs/by-hand.md",)
 # Pages whose commands run too, block by block together with their Python.
@@ -54,19 +52,6 @@ def commands(page):
     lines = [line for _, _, code in blocks(page, "bash") for line in code.replace("\\\n", " ").splitlines()]
     calls = [re.split(r"dulbe-peft |-m dulbe_peft ", line, maxsplit=1) for line in lines]
     return [shlex.split(parts[1].split("#")[0]) for parts in calls if len(parts) == 2]
-
-
-@pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
-    """A working folder with 8 images of each digit. Strategies that a page registers are removed afterwards."""
-    monkeypatch.chdir(tmp_path)
-    train, test = write_saved.digits(0, 8), write_saved.digits(24, 30)
-    monkeypatch.setattr(
-        "dulbe_peft.streams.digits.digit_tasks",
-        lambda increment=2: class_incremental_tasks(train, test, increment=increment),
-    )
-    monkeypatch.setattr(STRATEGIES, "_classes", dict(STRATEGIES._classes))
-    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -88,22 +73,6 @@ def test_python_of_pages_runs(page, elsewhere, capsys):
         assert len(re.findall(printed, capsys.readouterr().out, flags=re.MULTILINE)) == 2
         assert (elsewhere / "my-learner" / "manifest.json").is_file()
         assert (elsewhere / "digits" / "adapter_model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_notebook_runs_and_learns(elsewhere, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
-    cells = json.loads(text_of("examples/own_folder.ipynb"))["cells"]
-    code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)  # it is stored without outputs
-    namespace: dict = {"__name__": "__main__"}
-    for number, cell in enumerate(code, 1):
-        exec(compile("".join(cell["source"]), f"own_folder.ipynb cell {number}", "exec"), namespace)
-    learner, folder = namespace["again"], namespace["work"]
-    assert learner.tasks == [("one", "two", "zero"), ("three",)] and folder.is_relative_to(elsewhere)
-    best = [row[0][0] for row in namespace["answers"]]  # all these images show "three", which was learned last
-    assert len(best) >= 5 and best.count("three") / len(best) > 0.8
-    assert (folder / "exported" / "model.safetensors").is_file()
 
 
 def test_only_a_few_code_blocks_are_not_run():
@@ -266,11 +235,24 @@ def test_options_named_on_pages_exist(page, tmp_path):
         assert name in SETTINGS, name
 
 
-@pytest.mark.parametrize("page", [*PAGES, "llms.txt", "hub/README.md", "hub/model/README.md", "hub/space/README.md"])
+def anchors(page):
+    """Return the anchors of a page's headings, as GitHub and MkDocs name them where both agree."""
+    text = re.sub(r"^```.*?^```", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    words = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
+    return {re.sub(r"\s", "-", heading) for heading in words}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "llms.txt", *(f"hub/{p}README.md" for p in ("", "model/", "space/"))],
+)
 def test_links_between_pages_are_valid(page):
     text = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (ROOT / page).parent.joinpath(target).is_file(), target
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^):]+))?\)", text):
+        linked = ((ROOT / page).parent / target).resolve() if target else ROOT / page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked.relative_to(ROOT)), f"{target}#{anchor}"
 
 
 def test_messages_in_troubleshooting_exist_in_the_code():

@@ -1,4 +1,4 @@
-"""Every settings file in `examples/`, and every row of docs/strategies.md, learns two small tasks."""
+"""Every settings file in `examples/`, and every strategy of docs/strategies.md, learns two small tasks."""
 
 import json
 import math
@@ -95,20 +95,20 @@ def one_of_each(rows):
 
 
 def rows():
-    """Return the settings of each row of the table, and of each system in the list below it."""
+    """Return the settings of each strategy on the page, and of each of the paper's systems."""
     text = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
     specs = dict.fromkeys(re.findall(r"`(\w+(?::\w+=[\w.]+(?:,\w+=[\w.]+)*)?)`", text))
     return [spec for spec in specs if spec.partition(":")[0] in STRATEGIES]
 
 
-def test_the_table_has_every_strategy_of_the_library():
+def test_the_page_has_every_strategy_of_the_library():
     built_in = {name for name, cls in STRATEGIES.items() if cls.__module__.startswith("dulbe_peft.")}
     assert {spec.partition(":")[0] for spec in rows()} == built_in and "spu:share=1" in rows()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", rows())
-def test_row_of_the_table_learns_two_tasks(spec, tmp_path, digit_folders, tiny_model):
+def test_strategy_of_the_page_learns_two_tasks(spec, tmp_path, digit_folders, tiny_model):
     settings = {"strategy": spec}
     if spec == "spu:share=1":  # full fine-tuning
         settings["target_modules"] = "all-linear"
