@@ -51,12 +51,7 @@ def open_camtrap(folder: Path, machine_labels: bool = False) -> Table:
     """
     media, observations = _rows(folder, MEDIA), _rows(folder, OBSERVATIONS)
     _check_media(media)
-    by_people, by_machine = _Seen(media.rows), _Seen(media.rows)
-    for row in observations.rows:
-        machine = row.get("classificationMethod", "").lower() == "machine"
-        (by_machine if machine else by_people).add(row)
-    by_people.add_events()
-    by_machine.add_events()
+    by_people, by_machine = _seen(media, observations)
     guessed = [media_id for media_id, labels in by_machine.labels.items() if labels and not by_people.labels[media_id]]
     labels_of = by_people.labels | ({each: by_machine.labels[each] for each in guessed} if machine_labels else {})
     several = [labels for labels in labels_of.values() if len(labels) > 1]
@@ -78,12 +73,51 @@ def open_camtrap(folder: Path, machine_labels: bool = False) -> Table:
         raise ValueError(f"{folder} has no file with a label: {'; '.join(notes[1:]) or 'nothing was identified'}")
     rows = [
         row
-        | {"eventID": by_people.events.get(row["mediaID"], "") or row.get("eventID", "")}
         | {"filePath": _path_of(folder, row)}
         | {"label": next(iter(labels)) if len(labels := labels_of[row["mediaID"]]) == 1 else ""}
-        for row in media.rows
+        for row in _with_events(media.rows, (by_people, by_machine))
     ]
     return Table(media.path, rows, paths="filePath", lines=media.lines, unit=media.unit, notes=notes)
+
+
+def files_of(folder: Path) -> dict[str, dict[str, str]]:
+    """Return the rows of media.csv with the `eventID` of each file, by its path relative to the package.
+
+    Return nothing for a folder that is no package. A package whose files nobody has observed yet has no events.
+    """
+    file = table_in(folder, MEDIA)
+    if file is None or {*_NEEDED[MEDIA]} - {*read_table(file, empty=True).header}:
+        return {}
+    media = _rows(folder, MEDIA)
+    _check_media(media)
+    seen = _seen(media, _rows(folder, OBSERVATIONS)) if table_in(folder, OBSERVATIONS) else ()
+    return {os.path.normpath(_path_of(folder, row)): row for row in _with_events(media.rows, seen)}
+
+
+def _seen(media: Rectangle, observations: Rectangle) -> tuple["_Seen", "_Seen"]:
+    """Return what people observed, and what machines did."""
+    by_people, by_machine = _Seen(media.rows), _Seen(media.rows)
+    for row in observations.rows:
+        machine = row.get("classificationMethod", "").lower() == "machine"
+        (by_machine if machine else by_people).add(row)
+    by_people.add_events()
+    by_machine.add_events()
+    return by_people, by_machine
+
+
+def _with_events(media: Sequence[dict[str, str]], seen: Sequence["_Seen"]) -> list[dict[str, str]]:
+    """Return the rows of media.csv with an `eventID`; an ID of several deployments also has the deployment's."""
+    events = [
+        next((e for of in seen if (e := of.events.get(row["mediaID"]))), row.get("eventID", "")) for row in media
+    ]
+    places: dict[str, set[str]] = {}
+    for row, event in zip(media, events, strict=True):
+        places.setdefault(event, set()).add(row.get("deploymentID", ""))
+    names = [
+        f"{row['deploymentID']}/{event}" if event and len(places[event]) > 1 else event
+        for row, event in zip(media, events, strict=True)
+    ]
+    return [row | {"eventID": name} for row, name in zip(media, names, strict=True)]
 
 
 class _Seen:
@@ -112,9 +146,13 @@ class _Seen:
             self._counts["elsewhere"] += 1
         else:
             self._looked_at.add(media_id)
-            self.events.setdefault(media_id, row.get("eventID", ""))
+            self._in_event(media_id, row)
             if label:
                 self.labels[media_id][label] = None
+
+    def _in_event(self, media_id: str, row: dict[str, str]) -> None:
+        if event := row.get("eventID", ""):
+            self.events.setdefault(media_id, event)
 
     def add_events(self) -> None:
         """Give the labels of events to their files that have no observation of their own."""
@@ -127,7 +165,7 @@ class _Seen:
                 inside = slice(bisect_left(taken, (start, "")), bisect_right(taken, (end, "\U0010ffff")))
             self._counts["no file"] += not taken[inside]
             for _, media_id in taken[inside]:
-                self.events.setdefault(media_id, row.get("eventID", ""))
+                self._in_event(media_id, row)
                 if label and media_id not in self._looked_at:
                     self.labels[media_id][label] = None
                     labelled.add(media_id)

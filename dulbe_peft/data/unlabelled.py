@@ -2,8 +2,9 @@
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import numpy as np
 import torch
 from PIL import Image
 
+from dulbe_peft.data.camtrap import files_of
 from dulbe_peft.data.decoding import image_suffixes
 from dulbe_peft.data.folders import folder_content
 from dulbe_peft.data.images import LabelledImages, undecoded
+
+IDS = ("deploymentID", "eventID", "mediaID")  # columns of Camtrap DP that are unique only in a package
 
 
 def unlabelled_images(images: object) -> LabelledImages:
@@ -30,7 +34,33 @@ def unlabelled_images(images: object) -> LabelledImages:
         entries = [(source, place, "") for source, place, _ in entries]
     unlabelled = _Unlabelled(entries, np.full(len(entries), -1, dtype=np.int64))
     unlabelled.left_out = left_out
+    unlabelled.folders = [Path(each) for each in given if isinstance(each, (str, os.PathLike)) and os.path.isdir(each)]
     return unlabelled
+
+
+def package_columns(images: LabelledImages) -> dict[str, Callable[[], Sequence[str]]]:
+    """Return the columns of media.csv, and eventID, of unlabelled images in Camtrap DP packages that were given.
+
+    An image that no package lists has empty values. With several packages, the IDs of deployments and events begin
+    with the package's folder, because they are unique only in a package.
+    """
+    packages = {folder: files for folder in getattr(images, "folders", ()) if (files := files_of(folder))}
+    if not packages:
+        return {}
+    rows: list[dict[str, str]] = []
+    for source, *_ in images.source:
+        row: dict[str, str] = {}
+        for folder, files in packages.items() if isinstance(source, Path) else ():
+            if found := files.get(os.path.relpath(source, folder)):
+                several = {name: f"{folder}: {found[name]}" for name in IDS if found.get(name)}
+                row = found | (several if len(packages) > 1 else {})
+        rows.append(row)
+    names = dict.fromkeys(name for files in packages.values() for row in files.values() for name in row)
+    return {name: partial(_values, rows, name) for name in names}
+
+
+def _values(rows: Sequence[Mapping[str, str]], name: str) -> list[str]:
+    return [row.get(name, "") for row in rows]
 
 
 class _Unlabelled(LabelledImages):
@@ -39,6 +69,7 @@ class _Unlabelled(LabelledImages):
     """
 
     by_path = True
+    folders: Sequence[Path] = ()  # the given folders
 
     def path_of(self, index: int) -> str:
         return str(self.source[int(self.indices[index])][2]) or self.item_name(index)

@@ -23,6 +23,7 @@ class Prediction:
     known: bool = True  # False if the image is too unlike everything that was learned
     novelty: float | None = None  # how unlike everything that was learned, if this was requested
     error: str | None = None  # why the image cannot be read
+    group: str | None = None  # the item or event of the image, if its answer is that of the item
 
     def answer(self, number: int, scores: bool, several: bool) -> Any:
         """Return the best class, or a list of all classes if `several`; with `scores`, pairs (name, probability).

@@ -4,26 +4,23 @@ import csv
 import filecmp
 import itertools
 import json
-import math
 import os
 import re
 import shutil
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from dulbe_peft.data import camtrap
-from dulbe_peft.data.columns import FILE, clock
+from dulbe_peft.data.columns import FILE
 from dulbe_peft.data.labels import BETWEEN, ROOT
 from dulbe_peft.metrics.prediction import Prediction
 from dulbe_peft.utils import files
 from dulbe_peft.utils.folders import LOCK_SUFFIX, clear_leftovers, exclusive
 from dulbe_peft.utils.terminal import counted, printable
 
-LEAST = 1e-30  # the smallest probability whose logarithm counts, so that no photograph excludes a class
 HEADER = ["path", "predicted", "probability", "novelty"]
 _UNFIT = re.compile(r'[/\\:*?"<>|%\x00-\x1f]|^\.|[. ]$')  # not allowed in the name of a folder on some system
 
@@ -90,51 +87,14 @@ def write_table(rows: Sequence[Prediction], file: str) -> None:
     readable = [row for row in rows if row.error is None]
     most = max((len(row.classes) for row in readable if row.known), default=1)
     header = [*HEADER, *(f"{name}_{place}" for place in range(2, most + 1) for name in HEADER[1:3])]
+    grouped = any(row.group is not None for row in readable)
     lines = []
     for row in readable:
         names = row.classes if row.known else [""]
         cells = [cell for name, p in zip(names, row.probabilities) for cell in (name, f"{p:.6f}")]
         line = [row.image, *cells[:2], float(f"{row.novelty:.6g}"), *cells[2:]]
-        lines.append(line + [""] * (len(header) - len(line)))
-    files.write_csv(file, header, lines)
-
-
-class ItemTable:
-    """The mean of the photographs' log-probabilities for each item or event, and the table of their answers.
-
-    Args:
-        item_of: Name of an image -> the name of its group.
-        taken: Name of an image -> when it was taken, in seconds of the camera's clock since 1970, or None.
-    """
-
-    HEADER = ("group", "predicted", "probability", "images", "first", "last")
-
-    def __init__(self, item_of: Mapping[str, str], taken: Mapping[str, float | None]) -> None:
-        self._item_of, self._taken = item_of, taken
-        self._logs: dict[str, defaultdict[str, float]] = {}
-        self._rows: dict[str, list[tuple[str, bool]]] = {}
-
-    def add(self, row: Prediction) -> None:
-        """Add a prediction with the probabilities of all classes."""
-        item = self._item_of[row.image]
-        sums = self._logs.setdefault(item, defaultdict(float))
-        for name, probability in zip(row.classes, row.probabilities, strict=True):
-            sums[name] += math.log(max(probability, LEAST))
-        self._rows.setdefault(item, []).append((row.image, row.known))
-
-    def write(self, file: str) -> None:
-        """Write a row for each item, without a class if most of its photographs are unknown."""
-        files.write_csv(file, self.HEADER, map(self._line, self._rows))
-
-    def _line(self, item: str) -> list[object]:
-        images, known = zip(*self._rows[item], strict=True)
-        means = {name: total / len(images) for name, total in self._logs[item].items()}
-        best, highest = max(means.items(), key=lambda pair: pair[1])
-        probability = 1 / sum(math.exp(mean - highest) for mean in means.values())
-        times = [time for image in images if (time := self._taken[image]) is not None]
-        ends = [clock(end(times)) for end in (min, max)] if times else ["", ""]
-        name = best if 2 * sum(known) >= len(images) else ""
-        return [printable(item), printable(name), f"{probability:.6f}", len(images), *ends]
+        lines.append([*line, *[""] * (len(header) - len(line)), *[printable(row.group or "")] * grouped])
+    files.write_csv(file, [*header, *["group"] * grouped], lines)
 
 
 def write_json(rows: Sequence[Prediction], file: str) -> None:
@@ -147,7 +107,8 @@ def _as_json(row: Prediction) -> dict[str, object]:
     if row.error is not None:
         return {"path": row.image, "error": row.error}
     answers = [{"class": n, "probability": p} for n, p in zip(row.classes, row.probabilities, strict=True)]
-    return {"path": row.image, "known": row.known, "classes": answers, "novelty": row.novelty}
+    group = {} if row.group is None else {"group": row.group}
+    return {"path": row.image, "known": row.known, "classes": answers, "novelty": row.novelty, **group}
 
 
 def write_keywords(rows: Sequence[Prediction], file: str) -> None:

@@ -70,14 +70,12 @@ def new_photographs(
 
     A group has a label if a learned photograph, in `photos` or elsewhere, belongs to it.
     """
-    from dulbe_peft.photos.data.looking import times_taken
-    from dulbe_peft.photos.data.splits import group_names, grouped
+    from dulbe_peft.photos.data.grouping import grouped_photographs
 
-    images, known = unlabelled_images(photos), learner.state.known
-    times = {} if group_seconds is None else {"": times_taken(images)}
-    parts, notes = grouped({"": images}, group, group_seconds, times)
-    images, labelled = parts[""], frozenset(known.groups.values())
-    names = [] if images.groups is None else group_names(parts, group, group_seconds, times)[""]
+    images, known, names, notes = unlabelled_images(photos), learner.state.known, list[str | None](), list[str]()
+    if group is not None or group_seconds is not None:
+        images, names, _, _, notes = grouped_photographs(images, group, group_seconds)
+    labelled = frozenset(known.groups.values())
     rows, repeated = known.new_rows(images)
     if images.groups is None and known.groups:
         notes = ["learned photographs have groups: give --group as for them, so that each item is suggested once"]

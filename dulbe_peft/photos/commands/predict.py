@@ -8,7 +8,11 @@
 Folders are read recursively. Unreadable files are reported and skipped. After a stop, repeat the command:
 the feature store has the images encoded so far. With --reject 0.05, an image is "none of these" if its
 novelty exceeds that of 95 % of the training images. With --coverage 0.95, sets of classes hold the correct
-one for 95 of 100 images of known classes. --by-group averages log-probabilities of a group's photographs.
+one for 95 of 100 images of known classes.
+
+With --group or --group-seconds, as for run, all photographs of an item or event get one answer, in every
+output. It has the mean of their log-probabilities, and is "none of these" if most of them are. In a folder
+with a Camtrap DP package, --group can be eventID or deploymentID.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.prediction import Prediction
-    from dulbe_peft.photos.output_files import ItemTable
+    from dulbe_peft.photos.item_answers import ItemAnswers
 
 MEASURED = "when each of your classes was left out in turn, {:.0f} of 100 of its images were recognised as unknown"
 SINGLE = (
@@ -72,7 +76,7 @@ def predict(
     camtrap_dp: File | None = setting(
         None, "write observations of the Camtrap DP package in PATHS", metavar="FILE.csv"
     ),
-    by_group: File | None = setting(None, "write an answer per group; needs --group..."),
+    by_group: File | None = setting(None, "write a row per group, with dates and site"),
     sort_into: Folder | None = setting(None, "copy images into folders of classes; replaces no file"),
     only: File | None = ONLY,
     sum_up: File | None = SUM_UP,
@@ -81,10 +85,11 @@ def predict(
     group_seconds: float | None = None,
     **asked: Any,
 ) -> int:
-    if (by_group is None) != (group is None and group_seconds is None):
-        raise ValueError("--by-group FILE and --group or --group-seconds need each other")
-    if by_group and asked.get("coverage") is not None:
-        raise ValueError("--by-group gives one answer for each group, and --coverage sets for images: leave one out")
+    grouping = group is not None or group_seconds is not None
+    if by_group and not grouping:
+        raise ValueError("--by-group writes a row for each group: give --group or --group-seconds, too")
+    if grouping and asked.get("coverage") is not None:
+        raise ValueError("--group gives one answer for each group, and --coverage sets for images: leave one out")
     given = {name: value for name, value in asked.items() if value is not None}
     query = Query(**given, novelty=bool(csv or json_file))
     check_given(only=only, sum_up=sum_up)
@@ -116,28 +121,37 @@ def predict(
         writers.append((camtrap_dp, observe))
     wanted = [(path, write) for path, write in writers if path is not None]
     photographs = unlabelled_images(images)
-    items = None if by_group is None else _items(photographs, group, group_seconds)
-    shown, query = query.top_k, query if items is None else replace(query, top_k=len(loaded.class_names))
+    items = _items(photographs, group, group_seconds, query.top_k) if grouping else None
+    if items is not None:
+        query = replace(query, top_k=len(loaded.class_names))
     with ExitStack() as opened:
         copy = opened.enter_context(output_files.sorted_folder(sort_into)) if sort_into else None
         if csv and not is_stream(csv):
             opened.enter_context(output_files.only_writer(csv))
-        for row in _predictions(loaded, photographs, query):
-            if items is not None and row.error is None:
-                items.add(row)
-                row = replace(row, classes=row.classes[:shown], probabilities=row.probabilities[:shown])
-            rows.append(row)
-            if row.error is not None:
-                print(f"dulbe-peft: {printable(row.image)} cannot be read: {row.error}", file=sys.stderr)
-                continue
-            if not wanted and items is None:
-                print(_line(row), flush=True)
+
+        def copied(row: Prediction) -> None:
             if copy is not None:
                 copy(Path(row.image), row.classes[0] if row.known else NONE)
+
+        for row in _predictions(loaded, photographs, query):
+            rows.append(row if items is None or row.error is not None else items.add(row))
+            if row.error is not None:
+                print(f"dulbe-peft: {printable(row.image)} cannot be read: {row.error}", file=sys.stderr)
+            elif items is None:
+                if not wanted:
+                    print(_line(row), flush=True)
+                copied(row)
+        if items is not None:
+            rows = items.answered(rows)
+            for row in rows:
+                if row.error is None:
+                    copied(row)
+            if by_group is not None:
+                items.write(by_group)
+            elif not wanted:
+                print(*map(_line, items.answers().values()), sep="\n")
         for path, write in wanted:
             write(rows, path)
-        if items is not None and by_group is not None:
-            items.write(by_group)
     for line in Inventory({}, left_out=[*photographs.left_out]).problems():
         print(line, file=sys.stderr)
     tables = [*(path for path, _ in wanted), *([by_group] if by_group else [])]
@@ -154,8 +168,7 @@ def predict(
     if csv and not is_stream(csv):
         print_next_command("report", csv, to=sys.stderr)
     elif written and sort_into is None and "-" not in paths:
-        more: dict[str, Any] = {"sort_into": "sorted", "group": None, "group_seconds": None}
-        print_next_command("predict", learner, *paths, classifier=classifier, **more, to=sys.stderr)
+        print_next_command("predict", learner, *paths, classifier=classifier, sort_into="sorted", to=sys.stderr)
     if all(row.error is not None for row in rows):
         return 2
     missing = [path for path in images if not os.path.lexists(path)]
@@ -164,19 +177,18 @@ def predict(
     return 1 if missing else 0
 
 
-def _items(images: LabelledImages, group: str | None, seconds: float | None) -> ItemTable:
-    """Return the table of the images' groups; an image without a group has its own name as group."""
+def _items(images: LabelledImages, group: str | None, seconds: float | None, top_k: int) -> ItemAnswers:
+    """Return the items of the images; an image without a group has its own name as group."""
+    from dulbe_peft.photos.data.grouping import grouped_photographs
     from dulbe_peft.photos.data.looking import times_taken
-    from dulbe_peft.photos.data.splits import group_names, grouped
-    from dulbe_peft.photos.output_files import ItemTable
+    from dulbe_peft.photos.item_answers import ItemAnswers
 
-    times = times_taken(images)
-    _, notes = grouped({"": images}, group, seconds, {"": times})
-    print(*notes, sep="\n", file=sys.stderr)
+    found = grouped_photographs(images, group, seconds)
+    print(*found.notes, sep="\n", file=sys.stderr)
     paths = [images.item_name(index) for index in range(len(images))]
-    keys = group_names({"": images}, group, seconds, {"": times})[""]
-    names = {path: path if key is None else key for path, key in zip(paths, keys, strict=True)}
-    return ItemTable(names, dict(zip(paths, times, strict=True)))
+    names = {path: path if key is None else key for path, key in zip(paths, found.names, strict=True)}
+    times = found.times or times_taken(images)
+    return ItemAnswers(names, dict(zip(paths, times, strict=True)), dict(zip(paths, found.sites, strict=True)), top_k)
 
 
 def _warn(learner: ClassIncrementalLearner, reject: float | None) -> None:

@@ -411,7 +411,7 @@ def _nested_notes(images: LabelledImages, group: str | None) -> list[str]:
     With the group "folder", the inner folders are groups, and not ignored.
     """
     from dulbe_peft.data.folders import SPLIT_NAMES, ImageFolder
-    from dulbe_peft.photos.data.splits import FOLDER
+    from dulbe_peft.photos.data.grouping import FOLDER
 
     if type(images) is not ImageFolder:
         return []

@@ -65,7 +65,7 @@ def test_items_are_answered_by_the_mean_of_their_log_probabilities(learner, fold
             image.save(item / f"{number}.jpg", exif=exif)
     command = ["predict", str(learner), str(heap), *MACHINE]
     assert main([*command, "--by-group", str(events)]) == 2
-    assert "need each other" in capsys.readouterr().err
+    assert "give --group or --group-seconds, too" in capsys.readouterr().err
     assert main([*command, "--json", str(table), "--top-k", "4"]) == 0
     logs, times = defaultdict(list), defaultdict(list)
     for entry in json.loads(table.read_text()):
@@ -76,15 +76,83 @@ def test_items_are_answered_by_the_mean_of_their_log_probabilities(learner, fold
     capsys.readouterr()
     assert main([*command, "--group", "folder", "--by-group", str(events)]) == 0
     following = capsys.readouterr().err.splitlines()[-1]
-    assert "--sort-into sorted" in following and "--group" not in following, "which needs --by-group"
+    assert "--sort-into sorted" in following and "--group folder" in following, "into which an item goes as a whole"
     header, *rows = read_csv(events)
-    assert header == ["group", "predicted", "probability", "images", "first", "last"] and len(rows) == 4
-    for item, predicted, probability, count, first, last in rows:
+    assert header == ["group", "predicted", "probability", "images", "agreeing", "first", "last", "site"]
+    assert len(rows) == 4
+    for item, predicted, probability, count, agreeing, first, last, site in rows:
         shares = np.exp(np.mean(logs[item], axis=0))
         shares /= shares.sum()
         assert predicted == ("one", "three", "two", "zero")[shares.argmax()]
         assert float(probability) == pytest.approx(shares.max(), abs=2e-5) and int(count) == len(logs[item])
+        own = [("one", "three", "two", "zero")[np.argmax(each)] for each in logs[item]]
+        assert int(agreeing) == own.count(predicted) and site == (item if Path(item).parent == Path() else "")
         assert (first, last) == (min(times[item]), max(times[item]))
+
+
+def test_photographs_of_an_item_get_one_answer_in_every_output(learner, folders, tmp_path, capsys):
+    """Each item has photographs of two classes, so their own answers contradict one another."""
+    heap, sorted_into = tmp_path / "heap", tmp_path / "sorted"
+    for name in ("one", "two"):
+        for number, file in enumerate(sorted((folders / "test" / name).glob("*.png"))):
+            (heap / f"item {number}").mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, heap / f"item {number}" / f"{name}.png")
+    tables = [tmp_path / "t.csv", tmp_path / "t.json", tmp_path / "keywords.csv"]
+    flags = ["--csv", tables[0], "--json", tables[1], "--exiftool", tables[2], "--sort-into", sorted_into]
+    flags += ["--group", "folder", "--by-group", tmp_path / "items.csv", "--top-k", "2"]
+    assert main(["predict", str(learner), str(heap), *map(str, flags), *MACHINE]) == 0
+    items = {row[0]: (row[1], float(row[2]), row[4]) for row in read_csv(tmp_path / "items.csv")[1:]}
+    assert len(items) == 3 and "1" in {agreeing for *_, agreeing in items.values()}, "some contradict one another"
+    header, *rows = read_csv(tables[0])
+    assert header == ["path", "predicted", "probability", "novelty", "predicted_2", "probability_2", "group"]
+    assert len(rows) == 6 and all((row[1], float(row[2])) == items[row[6]][:2] for row in rows)
+    entries = json.loads(tables[1].read_text())
+    assert [entry["classes"][0]["class"] for entry in entries] == [items[entry["group"]][0] for entry in entries]
+    assert [row[1] for row in read_csv(tables[2])[1:]] == [f"dulbe|{items[row[6]][0]}" for row in rows]
+    copied = sorted(path.parent.name for path in sorted_into.rglob("*.png"))
+    assert copied == sorted(row[1] for row in rows)
+    capsys.readouterr()
+    assert main(["predict", str(learner), str(heap), "--group", "folder", *MACHINE]) == 0
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [(item, words.rpartition(" ")[0].rpartition(" ")[0]) for item, words in lines] == [
+        (item, name) for item, (name, *_) in items.items()
+    ]
+    assert main(["predict", str(learner), str(heap), "--group", "folder", "--coverage", "0.5", *MACHINE]) == 2
+    assert "--coverage sets for images" in capsys.readouterr().err
+
+
+def test_groups_of_a_package_are_its_events_and_deployments(learner, folders, tmp_path, capsys):
+    """An ID of an event that two deployments use is two events, and so is one that two packages use."""
+    files = sorted((folders / "test").rglob("*.png"))[:8]
+    for package in ("spring", "autumn"):
+        media, seen = ["mediaID,deploymentID,timestamp,filePath"], ["mediaID,observationType,scientificName,eventID"]
+        for number, file in enumerate(files):
+            place = f"d{number // 4}"
+            (tmp_path / package / place).mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, tmp_path / package / place / f"{number}.png")
+            media.append(f"m{number},{place},2026-05-01T10:00:0{number}Z,{place}/{number}.png")
+            seen += [f"m{number},unclassified,,e{number // 2 % 2 if number != 2 else 2}"] * (number != 7)
+        (tmp_path / package / "media.csv").write_text("\n".join(media))
+        (tmp_path / package / "observations.csv").write_text("\n".join(seen))
+    command, table = ["predict", str(learner), *MACHINE], tmp_path / "events.csv"
+    command += ["--by-group", str(table), "--overwrite"]
+    one, two = str(tmp_path / "spring"), str(tmp_path / "autumn")
+    assert main([*command, one, "--group", "eventID"]) == 0
+    rows = {row[0]: [row[3], *row[5:]] for row in read_csv(table)[1:]}
+    day = "2026-05-01 10:00:0"
+    assert rows == {
+        "d0/e0": ["2", f"{day}0", f"{day}1", "d0"],
+        "e2": ["1", f"{day}2", f"{day}2", "d0"],
+        "d0/e1": ["1", f"{day}3", f"{day}3", "d0"],
+        "d1/e0": ["2", f"{day}4", f"{day}5", "d1"],
+        "d1/e1": ["1", f"{day}6", f"{day}6", "d1"],
+        f"{one}/d1/7.png": ["1", f"{day}7", f"{day}7", "d1"],
+    }
+    assert "1 image without a group" in capsys.readouterr().err, "nobody says to which event it belongs"
+    assert main([*command, one, "--group-seconds", "1"]) == 0, "within a deployment"
+    assert [row[0] for row in read_csv(table)[1:]] == [f"d0 at {day}0", f"d1 at {day}4"]
+    assert main([*command, one, two, "--group", "deploymentID"]) == 0
+    assert [row[0] for row in read_csv(table)[1:]] == [f"{each}: d{n}" for each in (one, two) for n in (0, 1)]
 
 
 def test_answers_come_batch_by_batch_until_a_signal(learner, folders, capsys, monkeypatch):
