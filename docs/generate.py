@@ -7,6 +7,7 @@ outputs   what the code of a page prints, between markers; each page is run from
           <!-- output -->
           <!-- end of output -->
 
+notebooks what the cells of `examples/training.ipynb` print
 settings  the tables of settings, between `<!-- settings: module.Class -->` and `<!-- end of settings -->`
 programs  the blocks whose title is the path of an example
 readme    parts of the README, between `<!-- readme: PART -->` and `<!-- end of readme -->`
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import ast
 import html
+import json
 import os
 import re
 import runpy
@@ -31,7 +33,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
-from contextlib import chdir, redirect_stderr, redirect_stdout
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from threading import Thread
@@ -43,6 +45,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 TABLES = ROOT / "research" / "benchmarks" / "tables.md"
 PAGES = ("README.md", "docs/photographs.md")  # those with outputs
+NOTEBOOK = "examples/training.ipynb"
 WIDTH = 108  # of a line, in characters: what a page shows at 1280 pixels without scrolling
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 MARKED = re.compile(r"(<!-- output -->\n).*?(<!-- end of output -->)", re.DOTALL)
@@ -145,6 +148,20 @@ def with_outputs(text: str, folder: str | Path) -> str:
         parts += [between, marked[1], "\n```text\n", printed[-1], "```\n\n", marked[2]]
         end = marked.end()
     return "".join(parts) + text[end:]
+
+
+def with_cell_outputs(notebook: dict[str, Any], folder: str | Path) -> dict[str, Any]:
+    """Run the cells of code of a notebook in `folder`, and return the notebook with what they print."""
+    namespace: dict = {"__name__": "__main__"}
+    cells, number = [], 0
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            number += 1
+            printed = run("python", "".join(cell["source"]), namespace, folder).splitlines(keepends=True)
+            outputs = [{"name": "stdout", "output_type": "stream", "text": printed}] if printed else []
+            cell = {**cell, "execution_count": number, "outputs": outputs}
+        cells.append(cell)
+    return {**notebook, "cells": cells}
 
 
 def run(language: str, code: str, namespace: dict, folder: str | Path) -> str:
@@ -270,14 +287,27 @@ def generate_frontier() -> None:
         write(f"docs/images/{name}.svg", curves.figure(common.RESULTS, name))
 
 
-def generate_outputs() -> None:
+@contextmanager
+def new_folder() -> Iterator[str]:
+    """Yield a folder to run a page in, with a feature store of its own, on a processor as plain as in the tests."""
     import torch
 
-    torch.cpu.get_capabilities = dict  # as in the tests, so that images are encoded in float32 on every processor
+    torch.cpu.get_capabilities = dict  # so that images are encoded in float32 on every processor
+    with tempfile.TemporaryDirectory() as work:
+        os.environ["DULBE_PEFT_STORE"] = f"{work}/features.sqlite"
+        yield work
+
+
+def generate_outputs() -> None:
     for page in PAGES:
-        with tempfile.TemporaryDirectory() as work:
-            os.environ["DULBE_PEFT_STORE"] = f"{work}/features.sqlite"
+        with new_folder() as work:
             write(page, with_outputs(read(page), work))
+
+
+def generate_notebooks() -> None:
+    with new_folder() as work:
+        notebook = with_cell_outputs(json.loads(read(NOTEBOOK)), work)
+        write(NOTEBOOK, json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
 
 
 def generate_settings() -> None:
@@ -321,6 +351,7 @@ if __name__ == "__main__":
         "tables": generate_tables,
         "frontier": generate_frontier,
         "outputs": generate_outputs,
+        "notebooks": generate_notebooks,
         "settings": generate_settings,
         "programs": generate_programs,
         "readme": generate_readme,

@@ -21,3 +21,9 @@ def blocks(page, *languages):
     """Return (language, title, code) for each code block of a page in one of the languages, in order."""
     every = re.findall(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```', text_of(page), flags=re.DOTALL | re.MULTILINE)
     return [block for block in every if block[0] in languages]
+
+
+def split_numbers(text):
+    """Replace every decimal number by `#`, and return the text and the numbers, without those of seconds."""
+    text = re.sub(r"\d+\.\d+ s\b", "some s", text)
+    return re.sub(r"\d+\.\d+", "#", text), [float(number) for number in re.findall(r"\d+\.\d+", text)]

@@ -2,16 +2,18 @@
 
 import json
 import re
+import runpy
 import tempfile
 
 import pytest
 import torch
-from documents import blocks, text_of
+from documents import ROOT, blocks, split_numbers, text_of
 from peft import LoraConfig, get_peft_model
 
 from dulbe_peft import DualModeLoraConfig, load_clip
 
 FROM_LORA = "docs/from-lora.md"
+NOTEBOOK = "examples/training.ipynb"
 VISION, TEXT = "base_model.model.vision_model.", "base_model.model.text_model."
 
 
@@ -96,3 +98,38 @@ def test_notebook_runs_and_learns(elsewhere, monkeypatch):
     best = [row[0][0] for row in namespace["answers"]]  # all these images show "three", which was learned last
     assert len(best) >= 5 and best.count("three") / len(best) > 0.8
     assert (folder / "exported" / "model.safetensors").is_file()
+
+
+def printed_by(notebook):
+    """Return what the cells of a notebook print, with their numbers."""
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return "".join(f"[{cell['execution_count']}]\n{''.join(text)}" for cell in code for text in texts_of(cell))
+
+
+def texts_of(cell):
+    return [output["text"] for output in cell["outputs"]] or [""]
+
+
+@pytest.mark.slow
+def test_stored_outputs_of_the_notebook_that_trains_are_those_of_its_cells(tmp_path):
+    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    stored = json.loads(text_of(NOTEBOOK))
+    words, numbers = split_numbers(printed_by(stored))
+    now, numbers_now = split_numbers(printed_by(generate["with_cell_outputs"](stored, tmp_path)))
+    assert now == words and len(numbers) > 40  # if this fails, run: python docs/generate.py notebooks
+    assert numbers_now == pytest.approx(numbers, abs=5)  # processors round differently
+
+
+@pytest.mark.slow
+def test_notebook_that_trains_learns_a_folder_of_photographs(tmp_path, monkeypatch, digit_folders):
+    monkeypatch.chdir(tmp_path)
+    code = ["".join(cell["source"]) for cell in json.loads(text_of(NOTEBOOK))["cells"] if cell["cell_type"] == "code"]
+    form = (
+        code[1].replace('photos = ""', f"photos = {str(digit_folders(6, 6, 3))!r}").replace("epochs = 2", "epochs = 1")
+    )
+    assert form.count("\n") == code[1].count("\n") and form != code[1]
+    namespace: dict = {"__name__": "__main__"}
+    for number, cell in enumerate([code[0], form, *code[2:]], 1):
+        exec(compile(cell, f"{NOTEBOOK} cell {number}", "exec"), namespace)
+    assert [len(names) for names in namespace["learner"].tasks] == [2, 2] and len(namespace["tasks"]) == 2
+    assert namespace["learner"].predict(namespace["image"]) in namespace["learner"].class_names

@@ -11,7 +11,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import yaml
-from documents import blocks, text_of
+from documents import blocks, split_numbers, text_of
 from small_runs import parse, some
 
 from dulbe_peft import ClassIncrementalLearner, paper_arguments
@@ -122,12 +122,6 @@ def test_commands_of_a_page_run(page, photos, capsys):
         for folder, name in forgotten.items():
             assert name not in ClassIncrementalLearner.from_pretrained(photos / folder).class_names
         assert ClassIncrementalLearner.from_pretrained(photos / "june-too").tasks == [tuple(names) for names in june]
-
-
-def split_numbers(text):
-    """Replace every decimal number by `#`, and return the text and the numbers, without those of seconds."""
-    text = re.sub(r"\d+\.\d+ s\b", "some s", text)
-    return re.sub(r"\d+\.\d+", "#", text), [float(number) for number in re.findall(r"\d+\.\d+", text)]
 
 
 @pytest.mark.slow
