@@ -17,7 +17,7 @@ from dulbe_peft.adapter.beginning import Beginning, copied_modules, replaced, tr
 from dulbe_peft.adapter.config import DULBE, PREFIX, DualModeLoraConfig
 from dulbe_peft.adapter.factors import add_weighted_adapter
 from dulbe_peft.adapter.layer import DualModeLinear
-from dulbe_peft.adapter.peft_model import Rows, extend_peft_model, rows_with_adapters
+from dulbe_peft.adapter.peft_model import Rows, extend_owner, rows_with_adapters
 from dulbe_peft.adapter.saved import (
     KEY_RENAMES,
     MisfitError,
@@ -65,6 +65,8 @@ class DualModeLoraModel(BaseTuner):
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
         self._beginnings = {adapter_name: self._first_beginning(adapter_name)}
         self._in_previous_task = False  # whether a block has replaced `modules_to_save`
+        if isinstance(peft_config, dict):  # from a `PeftModel`; `inject_adapter_in_model` passes one configuration
+            extend_owner(self)
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Inject as PEFT does, after checking the name, which becomes a part of parameter and folder names."""
@@ -551,4 +553,6 @@ def register() -> None:
     """Register the method with PEFT. Repeated calls change nothing."""
     if DULBE not in PEFT_TYPE_TO_TUNER_MAPPING:
         register_peft_method(name=DULBE.value.lower(), config_cls=DualModeLoraConfig, model_cls=DualModeLoraModel)
-        extend_peft_model(DualModeLoraModel)
+        # A name that is part of the prefix does no harm here, because the keys hold whole names between dots. The
+        # message contains the prefix, so warnings of other methods are not hidden.
+        warnings.filterwarnings("ignore", f"Adapter name '.*' should not be contained in the prefix '{PREFIX}'")

@@ -1,11 +1,12 @@
-"""What `PeftModel` needs of an adapter of this package beside PEFT's hooks.
+"""What a `PeftModel` with an adapter of this package does otherwise than PEFT, for which PEFT's tuners have no hook.
 
-These are a description of its parameters, its upload, and batches in which each row names its adapter.
+It writes a card, facts about the base model and a digest, checks them, and counts the parameters of each tower. Each
+row of a batch may name its adapter.
 """
 
 import functools
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from dulbe_peft.adapter.base import DualModeLayer, layers_of, temporarily
 from dulbe_peft.adapter.config import DENSE, PREFIX, DualModeLoraConfig, history_fields, write_facts
@@ -31,14 +33,6 @@ MARK = "<!-- made by dulbe_peft; without this line, saving leaves the text alone
 _TAGS = ("class-incremental-learning", "continual-learning", "dulbe", "dulbe_peft")
 _KINDS = ("shared", "residual", "text")  # the kinds of trained parameters
 _TEMPLATE = "# Model Card for Model ID"  # the title of PEFT's template until somebody fills it in
-
-
-def print_trainable_parameters(peft_method: Callable[[], None], model: PeftModel) -> None:
-    """Print PEFT's line, and a line with the number of trained parameters in each tower."""
-    peft_method()
-    trained = [(name, parameter.numel()) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    shared, residual, text = (sum(n for name, n in trained if f".{PREFIX}{kind}_" in name) for kind in _KINDS)
-    print(f"vision tower: {shared:,} shared + {residual:,} residual || text tower's LoRA: {text:,}")
 
 
 def adapter_card(model: PeftModel, repo_id: str | None = None, tags: Sequence[str] = ()) -> str:
@@ -85,104 +79,124 @@ def _facts(model: Any, adapter: str, config: Any) -> dict[str, object]:
     }
 
 
-def create_or_update_model_card(peft_method: Callable[[str], None], model: PeftModel, output_dir: str) -> None:
-    """Write this package's card. If a person has written a card, let PEFT update its header instead."""
-    card = Path(output_dir) / "README.md"
-    text = card.read_text(encoding="utf-8") if card.is_file() else MARK
-    if MARK in text or _TEMPLATE in text:
-        card.write_text(adapter_card(model), encoding="utf-8")
-    else:
-        peft_method(output_dir)
+class DualModePeftModel(PeftModel):
+    """A `PeftModel` whose tuner is a `DualModeLoraModel`. Only a model that has such a tuner is of this class.
 
-
-def save_pretrained(
-    peft_method: Callable[..., None],
-    model: PeftModel,
-    save_directory: str | Path,
-    safe_serialization: bool = True,
-    selected_adapters: list[str] | None = None,
-    save_embedding_layers: str | bool = "auto",
-    is_main_process: bool = True,
-    **kwargs: Any,
-) -> None:
-    """Save as PEFT does, and write facts about each adapter into its file's metadata."""
-    model.check_state("get_peft_model_state_dict")
-    directory, base = str(save_directory), model.get_base_model()
-    peft_method(directory, safe_serialization, selected_adapters, save_embedding_layers, is_main_process, **kwargs)
-    for name in (selected_adapters or model.peft_config) if is_main_process else ():
-        folder = Path(directory) if name == "default" else Path(directory, name)
-        layers = layers_of(base, name, DualModeLinear)
-        ranks = history_fields({key: layer.history_rank(name) for key, layer in layers.items()})
-        facts = facts_of(model.peft_config[name], base)
-        made_on = {key: getattr(facts, key) for key in ("tower", "base_digests", "base_settings")}
-        write_json(folder / CONFIG_NAME, read_json(folder / CONFIG_NAME) | ranks | {"made_on": made_on})
-        if not safe_serialization:
-            continue
-        write_facts(folder / SAFETENSORS_WEIGHTS_NAME, facts)
-
-
-def load_adapter(
-    peft_method: Callable[..., object],
-    model: PeftModel,
-    model_id: str,
-    adapter_name: str,
-    *args: object,
-    **kwargs: Any,
-) -> object:
-    """Load as PEFT does, after checking the weights. PEFT reads no configuration if the model has the adapter."""
-    if adapter_name in model.peft_config:
-        names = ("subfolder", "revision", "token", "cache_dir")
-        DualModeLoraConfig.from_pretrained(model_id, **{name: kwargs[name] for name in names if name in kwargs})
-    return peft_method(model_id, adapter_name, *args, **kwargs)
-
-
-def push_to_hub(
-    peft_method: object,
-    model: PeftModel,
-    repo_id: str,
-    *,
-    commit_message: str | None = None,
-    max_shard_size: object = None,
-    tags: Sequence[str] | None = None,
-    **commit: Any,
-) -> CommitInfo:
-    """Upload what `save_pretrained` writes. PEFT's method would replace the card by transformers' empty one.
-
-    `tags` are added to those of the card. PEFT writes an adapter as one file, whatever `max_shard_size` is.
+    PEFT chooses the class of a model before it makes the tuner, and asks the tuner nothing when it writes a card, the
+    metadata of a file, or the line about parameters. So the model is given this class when it takes its tuner.
     """
 
-    def write(folder: Path, repo_id: str) -> None:
-        model.save_pretrained(str(folder))
-        (folder / "README.md").write_text(adapter_card(model, repo_id, tags or ()), encoding="utf-8")
+    peft_class: Any = PeftModel  # the class that PEFT, or a user, has made it of
 
-    return push(write, repo_id, commit_message=commit_message or "Upload DULBE adapter", **commit)
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.peft_class.from_pretrained(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _without_values, (self.peft_class,), self.__getstate__()
+
+    def print_trainable_parameters(self) -> None:
+        """Print PEFT's line, and a line with the number of trained parameters in each tower."""
+        super().print_trainable_parameters()
+        trained = [(name, parameter.numel()) for name, parameter in self.named_parameters() if parameter.requires_grad]
+        shared, residual, text = (sum(n for name, n in trained if f".{PREFIX}{kind}_" in name) for kind in _KINDS)
+        print(f"vision tower: {shared:,} shared + {residual:,} residual || text tower's LoRA: {text:,}")
+
+    def create_or_update_model_card(self, output_dir: str) -> None:
+        """Write this package's card. If a person has written a card, let PEFT update its header instead."""
+        card = Path(output_dir) / "README.md"
+        text = card.read_text(encoding="utf-8") if card.is_file() else MARK
+        if MARK in text or _TEMPLATE in text:
+            card.write_text(adapter_card(self), encoding="utf-8")
+        else:
+            super().create_or_update_model_card(output_dir)
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | Path,
+        safe_serialization: bool = True,
+        selected_adapters: list[str] | None = None,
+        save_embedding_layers: str | bool = "auto",
+        is_main_process: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Save as PEFT does, and write facts about each adapter into its file's metadata."""
+        self.check_state("get_peft_model_state_dict")
+        directory, base = str(save_directory), self.get_base_model()
+        super().save_pretrained(
+            directory, safe_serialization, selected_adapters, save_embedding_layers, is_main_process, **kwargs
+        )
+        for name in (selected_adapters or self.peft_config) if is_main_process else ():
+            folder = Path(directory) if name == "default" else Path(directory, name)
+            layers = layers_of(base, name, DualModeLinear)
+            ranks = history_fields({key: layer.history_rank(name) for key, layer in layers.items()})
+            facts = facts_of(self.peft_config[name], base)
+            made_on = {key: getattr(facts, key) for key in ("tower", "base_digests", "base_settings")}
+            write_json(folder / CONFIG_NAME, read_json(folder / CONFIG_NAME) | ranks | {"made_on": made_on})
+            if safe_serialization:
+                write_facts(folder / SAFETENSORS_WEIGHTS_NAME, facts)
+
+    def load_adapter(  # type: ignore[override]
+        self, model_id: str, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load as PEFT does, after checking the weights. PEFT reads no configuration if the model has the adapter."""
+        if adapter_name in self.peft_config:
+            names = ("subfolder", "revision", "token", "cache_dir")
+            DualModeLoraConfig.from_pretrained(model_id, **{name: kwargs[name] for name in names if name in kwargs})
+        return super().load_adapter(model_id, adapter_name, *args, **kwargs)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        max_shard_size: object = None,
+        tags: Sequence[str] | None = None,
+        **commit: Any,
+    ) -> CommitInfo:
+        """Upload what `save_pretrained` writes. PEFT's method would replace the card by transformers' empty one.
+
+        `tags` are added to those of the card. PEFT writes an adapter as one file, whatever `max_shard_size` is.
+        """
+
+        def write(folder: Path, repo_id: str) -> None:
+            self.save_pretrained(str(folder))
+            (folder / "README.md").write_text(adapter_card(self, repo_id, tags or ()), encoding="utf-8")
+
+        return push(write, repo_id, commit_message=commit_message or "Upload DULBE adapter", **commit)
 
 
-def extend_peft_model(tuner: type) -> None:
-    """Let `PeftModel` use the functions above if its tuner is a `tuner`, and PEFT's methods otherwise."""
-    for function in (
-        print_trainable_parameters,
-        create_or_update_model_card,
-        save_pretrained,
-        load_adapter,
-        push_to_hub,
-    ):
-        setattr(PeftModel, function.__name__, _choosing(getattr(PeftModel, function.__name__), function, tuner))
-    # A name that is part of the prefix does no harm here, because the keys hold whole names between dots. The message
-    # contains the prefix, so warnings of other methods are not hidden.
-    warnings.filterwarnings("ignore", f"Adapter name '.*' should not be contained in the prefix '{PREFIX}'")
+@functools.cache
+def extended(peft_class: Any) -> Any:
+    """Return the subclass of `PeftModel`, or of one of its subclasses, that has the methods above."""
+    if issubclass(DualModePeftModel, peft_class):
+        return DualModePeftModel
+    if issubclass(peft_class, DualModePeftModel):
+        return peft_class
+    names = {"peft_class": peft_class, "__module__": __name__}
+    return type(f"DualMode{peft_class.__name__}", (DualModePeftModel, peft_class), names)
 
 
-def _choosing(peft_method: Any, function: Any, tuner: type) -> Any:
-    """Return a method that calls `function` if the model's tuner is a `tuner`, and PEFT's method otherwise."""
+def _without_values(peft_class: Any) -> Any:
+    kind = extended(peft_class)
+    return kind.__new__(kind)
 
-    @functools.wraps(peft_method)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.base_model, tuner):
-            return function(functools.partial(peft_method, self), self, *args, **kwargs)
-        return peft_method(self, *args, **kwargs)
 
-    return method
+def extend_owner(tuner: BaseTuner) -> None:
+    """Give the class above to the `PeftModel` that takes this tuner next, which PEFT passes to no method of a tuner.
+
+    torch calls the hook when a module is made a part of another. It is removed when the model has taken the tuner.
+    """
+    own = weakref.ref(tuner)
+
+    def extend(module: nn.Module, name: str, part: nn.Module | None) -> None:
+        if part is not None and part is own() and isinstance(module, PeftModel):
+            hook.remove()
+            kind: Any = type(module)
+            module.__class__ = extended(kind)
+
+    hook = register_module_module_registration_hook(extend)
+    weakref.finalize(tuner, hook.remove)
 
 
 INPUTS = ("pixel_values", "input_ids")
