@@ -22,6 +22,7 @@ from dulbe_peft.utils.folders import commit_folder
 
 EXAMPLES = 12  # pictures of mistakes
 OF_A_CLASS, OF_ALL_CLASSES = 3, 300  # pictures of test images at most
+VIEWS = 3  # further photographs of an item beside a mistake
 
 
 def write_pictures(
@@ -49,16 +50,16 @@ def write_pictures(
         with replacing(output / name) as temporary:
             plot(results, temporary)
     if (output / PREDICTIONS_FILE).is_file():
-        examples = choose_examples(read_predictions(output / PREDICTIONS_FILE))
+        rows = read_predictions(output / PREDICTIONS_FILE)
         nearest = Neighbours() if learner is None else find_neighbours(learner, trains, tests)
-        write_examples(output / PICTURES_FOLDER, examples, tests, left_out, nearest, task_names)
+        write_examples(output / PICTURES_FOLDER, choose_examples(rows), tests, left_out, nearest, task_names, rows)
 
 
 def choose_examples(rows: Sequence[ImageResult]) -> dict[str, list[ImageResult]]:
     """Choose mistakes of the first classifier, most confident first, one of an item, and a few images of a class."""
     mistakes: dict[object, ImageResult] = {}
     for row in sorted((row for row in rows if not row.right), key=lambda row: -row.probability):
-        mistakes.setdefault((row.group, row.true) if row.group else (row.task, row.position), row)
+        mistakes.setdefault(_item(row), row)
     classes: dict[str, list[ImageResult]] = {}
     for row in rows:
         classes.setdefault(row.true, []).append(row)
@@ -69,6 +70,11 @@ def choose_examples(rows: Sequence[ImageResult]) -> dict[str, list[ImageResult]]
     }
 
 
+def _item(row: ImageResult) -> object:
+    """Return what photographs of the same item, with the same label, have in common."""
+    return (row.group, row.true) if row.group else (row.task, row.position)
+
+
 def write_examples(
     folder: Path,
     examples: Mapping[str, list[ImageResult]],
@@ -76,9 +82,16 @@ def write_examples(
     left_out: Sequence[str] = (),
     neighbours: Neighbours | None = None,
     task_names: Sequence[str] = (),
+    predictions: Sequence[ImageResult] = (),
 ) -> None:
-    """Write small JPEG files and an index that describes them; skip images that are missing or not PIL images."""
+    """Write small JPEG files and an index that describes them; skip images that are missing or not PIL images.
+
+    A mistake is shown with other photographs of its item among the `predictions`.
+    """
     neighbours = neighbours or Neighbours()
+    items: dict[object, list[ImageResult]] = {}
+    for row in predictions if any(row.group for row in predictions) else ():
+        items.setdefault(_item(row), []).append(row)
     index: dict[str, Any] = {
         "left_out": [*map(_escaped, left_out)],
         "copies": [copy.model_dump() for copy in neighbours.copies],
@@ -105,7 +118,16 @@ def write_examples(
                 continue
             shown = {"image": _escaped(row.image), "class": row.true, "predicted": row.predicted}
             index[kind].append({"file": file, "probability": row.probability, **shown})
-            near = neighbours.nearest.get((row.task, row.position)) if kind == "mistakes" else None
+            if kind != "mistakes":
+                continue
+            near, same = neighbours.nearest.get((row.task, row.position)), items.get(_item(row), [row])
+            views = [
+                {"file": name, "image": _escaped(other.image), "class": other.true}
+                for place, other in enumerate([other for other in same if other is not row][:VIEWS], 1)
+                if keep(opened[other.task - 1], other.position, name := f"view-{number:02d}-{place}.jpg")
+            ]
+            mistaken = sum(not other.right for other in same)
+            index[kind][-1] |= {"views": views, "photographs": len(same), "mistaken": mistaken}
             if near is not None and keep(*near, f"nearest-{number:02d}.jpg"):
                 images, place = near
                 name = {"image": _escaped(images.item_name(place)), "class": images.class_names[images.labels[place]]}

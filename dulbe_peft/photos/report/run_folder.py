@@ -36,11 +36,18 @@ class Photograph(Record):
 
 
 class Example(Photograph):
-    """A test image and its predicted class; a mistake may also have the `nearest` training image."""
+    """A test image and its predicted class; a mistake may also have the `nearest` training image.
+
+    If the image is one of several `photographs` of an item, `mistaken` counts those that are mistakes, and `views`
+    shows some of the others.
+    """
 
     predicted: str
     probability: Fraction
     nearest: Photograph | None = None
+    views: list[Photograph] = []
+    photographs: int = 1
+    mistaken: int = 1
 
 
 class Copy(Record):
@@ -218,7 +225,7 @@ def _pictures(folder: Path) -> Pictures:
 
     def checked(example: Example) -> Example:
         near = example.nearest if example.nearest and exists(example.nearest) else None
-        return example.model_copy(update={"nearest": near})
+        return example.model_copy(update={"nearest": near, "views": [*filter(exists, example.views)]})
 
     kinds = {kind: filter(exists, getattr(pictures, kind)) for kind in ("mistakes", "classes")}
     return pictures.model_copy(update={kind: list(map(checked, examples)) for kind, examples in kinds.items()})

@@ -27,6 +27,21 @@ def test_photographs_are_grouped_by_class_least_certain_first(tmp_path, capsys):
     )
 
 
+def test_item_has_one_card_with_a_strip_of_its_photographs(tmp_path, capsys):
+    lines = ["path,predicted,probability,novelty,group"]
+    for number in range(8):
+        Image.new("RGB", (40, 30), (30 * number,) * 3).save(tmp_path / f"{number}.png")
+        item = "vase 1" if number < 5 else "vase 2" if number < 7 else f"{tmp_path}/7.png"
+        lines.append(f"{tmp_path}/{number}.png,{'cup' if number == 6 else 'vase'},0.{9 - number // 5},0.1,{item}")
+    (tmp_path / "items.csv").write_text("\n".join(lines) + "\n")
+    assert main(["report", str(tmp_path / "items.csv")]) == 0
+    page = Page(tmp_path / "items.csv.html")
+    assert [title for level, title in page.headings if level == 2] == ["cup (1)", "vase (3)"]
+    shown = [attributes["alt"] for tag, attributes in page.tags if tag == "img"]
+    assert shown == ["6.png", "5.png", "7.png", "0.png", "1.png", "2.png", "3.png"], "at most four of an item"
+    assert "8 photographs of 3 items" in page.words and "vase 15 photographs90.0 %" in page.words
+
+
 @pytest.mark.parametrize(
     ("text", "flags", "words"),
     [

@@ -21,7 +21,7 @@ from dulbe_peft.photos.report.advice import clearly_better, counted_share, leade
 from dulbe_peft.photos.report.html import percent
 from dulbe_peft.photos.report.pictures import EXAMPLES, choose_examples, write_examples
 from dulbe_peft.photos.report.plots import SERIES, accuracy_figure, inline_svg, reliability_figure
-from dulbe_peft.photos.report.run_folder import Copy, Pictures
+from dulbe_peft.photos.report.run_folder import Copy, Pictures, _pictures
 from dulbe_peft.photos.report.shares import (
     ClassRow,
     Share,
@@ -77,6 +77,24 @@ def test_pictures_show_the_most_confident_mistakes_and_some_of_each_class(tmp_pa
         with Image.open(tmp_path / "pictures" / entry["file"]) as picture:
             assert abs(int(np.asarray(picture).mean()) - 4 * int(entry["image"][:-4])) <= 1
     assert read_manifest(tmp_path / "pictures")
+
+
+def test_mistake_shows_other_photographs_of_its_item(tmp_path):
+    rows = [(n, "a" if n < 6 else "b" if n < 8 else "") for n in range(9)]
+    results = [
+        ImageResult(f"{n}.png", "cat", "cat" if n == 2 else "dog", n / 10, 1, n, {}, group=item) for n, item in rows
+    ]
+    data = [{"image": Image.new("L", (96, 96), 20 * n), "label": 0} for n in range(9)]
+    write_examples(tmp_path / "pictures", choose_examples(results), [data], predictions=results)
+    found = _pictures(tmp_path / "pictures").mistakes
+    facts = [(e.image, e.mistaken, e.photographs, [view.image for view in e.views]) for e in found]
+    views = ["0.png", "1.png", "2.png"]
+    assert facts == [("8.png", 1, 1, []), ("7.png", 2, 2, ["6.png"]), ("5.png", 5, 6, views)]
+    for view in found[2].views:
+        with Image.open(tmp_path / "pictures" / view.file) as picture:
+            assert abs(int(np.asarray(picture).mean()) - 20 * int(view.image[:-4])) <= 1
+    (tmp_path / "pictures" / found[1].views[0].file).unlink()
+    assert _pictures(tmp_path / "pictures").mistakes[1].views == []
 
 
 def test_data_without_images_has_no_pictures_and_files_of_the_user_stay(tmp_path, capsys):
