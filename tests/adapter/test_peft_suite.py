@@ -32,6 +32,7 @@ TESTS = [
     "save_pretrained_adapter_name_substring",
     "from_pretrained_config_construction",
     "load_multiple_adapters",
+    "add_adapter_no_autocast_adapter_dtype",
     "merge_layers_fp16",
     "merge_layers_nan",
     "merge_layers",
@@ -39,6 +40,7 @@ TESTS = [
     "merge_layers_is_idempotent",
     "safe_merge",
     "training",
+    "training_gradient_checkpointing",
     "inference_safetensors",
     "training_layer_indexing",
     "delete_adapter",
@@ -98,4 +100,5 @@ def test_common_test_of_peft_passes(tester, test):
     if test == "lora_conversion" and case.transformers_class is CLIPModel:
         pytest.skip("the test reads hidden states, which the output of a CLIPModel lacks")
     settings = {"residual_rank": 2, "support_rank": 4, "init_weights": test not in WITH_UPDATE}
-    getattr(case, f"_test_{test}")(folder, DualModeLoraConfig, settings)
+    more = (torch.bfloat16,) if test == "add_adapter_no_autocast_adapter_dtype" else ()
+    getattr(case, f"_test_{test}")(folder, DualModeLoraConfig, settings, *more)
