@@ -221,7 +221,7 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         super().delete_adapter(adapter_name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": None, "_rows": None}
+        return {**super().__getstate__(), "_held": None, "_rows": None}
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         return True  # the update is additive

@@ -126,7 +126,8 @@ class DualModeLoraModel(BaseTuner):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_own_modules()
-        return self.__dict__
+        state: dict[str, Any] = super().__getstate__()
+        return state
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
         return find_target(peft_config, self.model, key)

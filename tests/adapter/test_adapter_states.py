@@ -11,7 +11,7 @@ import types
 
 import pytest
 import torch
-from adapted_clip import CONFIG, IDS, PIXELS, learned, outputs, random_modes
+from adapted_clip import CONFIG, IDS, PIXELS, learned, outputs, random_modes, randomise
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -26,6 +26,8 @@ from dulbe_peft import (
     route_gradients,
     routed_loss,
 )
+from dulbe_peft.adapter.base import DualModeLayer
+from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.adapter.states import REFUSED, STATES
 
@@ -294,15 +296,24 @@ def result_of(model):
     return outputs(model) if hasattr(model, "peft_config") and model.peft_config else None
 
 
-@pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if operation is not None])
-def test_operation_is_right_or_refused_in_every_state(two, folder, tmp_path, name):
-    operation, numbers = OPERATIONS[name], iter(range(1000))
+def kit_for(two, folder, tmp_path):
+    """Return what the operations need besides a model."""
+    numbers = iter(range(1000))
     kit = types.SimpleNamespace(folder=folder, twin=two, new=lambda: str(tmp_path / str(next(numbers))))
     kit.card = tmp_path
     kit.modes = random_modes(two)
     folded = copy.deepcopy(two)
     folded.fold_task()
     kit.folded = folded.state_dict()
+    return kit
+
+
+EVERY = pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if operation is not None])
+
+
+@EVERY
+def test_operation_is_right_or_refused_in_every_state(two, folder, tmp_path, name):
+    operation, kit = OPERATIONS[name], kit_for(two, folder, tmp_path)
     before = outputs(two)
     twin = copy.deepcopy(two)
     expected = run(operation, twin, kit)
@@ -330,6 +341,34 @@ def test_operation_is_right_or_refused_in_every_state(two, folder, tmp_path, nam
             assert table or place in ALSO.get(name, ()) or place == "meta", f"{name} in {place}: {refused}"
         if not (gone and refused is None):
             close(outputs(model), before if refused is not None else afterwards, f"after {name} in {place}, {refused}")
+
+
+@pytest.mark.slow
+@EVERY
+def test_operation_is_right_in_a_compiled_model(two, folder, tmp_path, name):
+    """The compiled layers have run before the operation, so what they compiled is of the state before it."""
+    operation, kit = OPERATIONS[name], kit_for(two, folder, tmp_path)
+    twin, model = copy.deepcopy(two), copy.deepcopy(two)
+    expected = run(operation, twin, kit)
+    torch.compiler.reset()
+    layers = [layer for layer in model.modules() if isinstance(layer, DualModeLayer)]
+    for layer in (layers[0], next(layer for layer in layers if isinstance(layer, DualModeLinear))):
+        layer.compile(backend="eager")
+    close(outputs(model), outputs(two), "before")
+    close(run(operation, model, kit), expected, f"result of {name}")
+    if name not in ("unload", "merge_and_unload"):
+        close(outputs(model), outputs(twin), f"after {name}")
+
+
+def test_copy_of_a_compiled_model_uses_its_own_weights(two):
+    """torch leaves what was compiled out of a copy, because it refers to the original."""
+    model, expected = copy.deepcopy(two), outputs(two)
+    for module in (next(m for m in model.modules() if isinstance(m, DualModeLinear)), model.base_model):
+        module.compile(backend="eager")
+    twin = copy.deepcopy(model)
+    randomise(p for p in model.parameters() if p.requires_grad)
+    assert all(module._compiled_call_impl is None for module in twin.modules())
+    close(outputs(twin), expected)
 
 
 def close_unless_state_shows(result, expected, place, name):

@@ -276,6 +276,28 @@ def test_copy_that_somebody_else_wrote_loads_without_a_digest(tiny_clip, tmp_pat
     torch.testing.assert_close(image_features(loaded), expected[0], rtol=bound, atol=bound)
 
 
+@pytest.mark.filterwarnings("ignore:You have passed exclude_modules")
+@pytest.mark.parametrize("value", [None, [], {}, [None], {"a": None}, "x", 1.5, True], ids=repr)
+def test_value_of_another_kind_in_the_configuration_is_named_or_changes_nothing(tiny_clip, tmp_path, value):
+    """Every field of the file that is this method's own, with what an editor or another program may put there."""
+    model = learned(adapted(tiny_clip()))
+    model.save_pretrained(tmp_path)
+    expected, file = outputs(model), tmp_path / CONFIG_FILE
+    content = json.loads(file.read_text())
+    refused = []
+    for field in content.keys() - {"peft_type", "task_type"}:  # PEFT reads these two before any class of ours
+        file.write_text(json.dumps(content | {field: value}))
+        try:
+            loaded = PeftModel.from_pretrained(tiny_clip(), tmp_path)
+        except (ValueError, TypeError) as error:
+            assert field in str(error) or str(value) in str(error), (field, error)
+            refused.append(field)
+        else:
+            changes = field == "text_alpha" and isinstance(value, float)  # a number there is right, and scales
+            assert changes or all(map(torch.equal, outputs(loaded), expected)), field
+    assert {"shared_rank", "history_rank", "fold"} <= set(refused)
+
+
 @pytest.mark.parametrize("content", ["null", "[]", "{}", '{"tower": 3}', "{"])
 def test_damaged_metadata_is_named(tiny_clip, tmp_path, content):
     learned(adapted(tiny_clip())).save_pretrained(tmp_path)
