@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
@@ -21,12 +20,12 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.calibration import log_likelihoods, penalties, places_among, worth
+from dulbe_peft.classifiers.calibration import log_likelihoods, penalties, worth
 from dulbe_peft.classifiers.checks import SAME_TEXT
 from dulbe_peft.classifiers.class_sums import ClassSums
-from dulbe_peft.classifiers.groups import few_items, groups_of_classes, ranking, rows_by_group, together
+from dulbe_peft.classifiers.groups import few_items, groups_of_classes, places_among, ranking, rows_by_group, together
 from dulbe_peft.classifiers.keeping import takes
-from dulbe_peft.classifiers.leaving import Left, in_turn
+from dulbe_peft.classifiers.leaving import MOST_JUDGED, Left, in_turn
 from dulbe_peft.classifiers.ranpac import MOST_FEATURES, RandomLayer, random_layer
 from dulbe_peft.classifiers.rule import TextDim, linear, projected
 from dulbe_peft.classifiers.state import Fitted, Layout, State, once, per_class, shared
@@ -37,7 +36,6 @@ from dulbe_peft.utils.settings import Positive
 KAPPAS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 RHOS = (0.01, 0.03, 0.1, 0.3, 1.0)
 TEMPERATURES = tuple(2.0 ** (half / 2) for half in range(12, -1, -1))  # of the scores of left-out images
-MOST_LEFT_OUT = 256  # left-out images per task, spread evenly over its classes; all images would take much longer
 NEVER = 1e300  # a loss so large that its row of the table is never chosen
 
 # Chosen on held-out training images with published features; docs/results.md lists the streams.
@@ -522,11 +520,6 @@ class Task:
     labels: Tensor
     groups: Tensor | None
 
-    @cached_property
-    def places(self) -> Tensor:
-        """How many images of the same class come before each image, (n,)."""
-        return places_among(self.labels)
-
     def inside(self, state: State) -> Tensor:
         """Return how many images of each class are in the task, (C,)."""
         return self.labels.bincount(minlength=state.classes)
@@ -538,7 +531,7 @@ class Task:
 
     def named(self, fit: Fit, state: State) -> dict[str, Tensor]:
         """Return `by_text` and `shown` with the losses of images by the texts alone, at least two of each class."""
-        rows = in_turn(self.places, max(MOST_LEFT_OUT, 2 * int((self.inside(state) > 0).sum())))
+        rows = in_turn(self.labels, max(MOST_JUDGED, 2 * int((self.inside(state) > 0).sum())))
         losses = fit.text_losses(self.x[rows], self.labels[rows], self.weights(state, rows)[rows], USUAL_RHO)
         of = None if self.groups is None else self.groups[rows]
         apart = groups_of_classes(self.labels[rows], of, state.classes)  # photographs of one item are one observation
@@ -551,11 +544,11 @@ class Task:
         }
 
     def left(self, state: State, choice: Choice) -> Scorer:
-        """Leave out up to `MOST_LEFT_OUT` images, each with its group, some of them from classes reduced to one."""
+        """Leave out up to `MOST_JUDGED` images, each with its group, some of them from classes reduced to one."""
         labels, groups, inside = self.labels, self.groups, self.inside(state)
-        rows = in_turn(self.places, MOST_LEFT_OUT)
+        rows = in_turn(self.labels, MOST_JUDGED)
         lone = torch.isin(labels, lone_classes(state, inside, groups_of_classes(labels, groups, state.classes)))
-        first = self.places == 0
+        first = places_among(labels) == 0
         if groups is not None:  # all images of the group of the first image of each class
             pairs = groups * state.classes + labels
             first = first | torch.isin(pairs, pairs[first])

@@ -18,10 +18,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from dulbe_peft.classifiers.groups import few_items, ranking
+from dulbe_peft.classifiers.groups import few_items
 from dulbe_peft.utils.records import Fraction, Record
 
-FOLDS = 5
 # Number of images that count as wrong. For ten or fewer images, a smaller number made the probabilities overconfident,
 # and a larger number underconfident.
 DOUBT = 1 / 3
@@ -185,33 +184,6 @@ def order_statistic(parts: Sequence[np.ndarray], share: float) -> float:
             "and a task counts for a few hundred images at most"
         )
     return float(np.sort(values)[math.floor(round((len(values) + 1) * share, 6)) - 1])
-
-
-def hold_back(images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
-    """Return a mask, (n,), of the images, (n, d), to hold out: one of every five of each class, by rank.
-
-    With `groups`, (n,), it is one of every five groups of each class, and every class keeps a group.
-    """
-    if groups is not None:
-        pairs = torch.stack([labels, groups.to(labels)], dim=1).unique(dim=0)
-        held = torch.isin(groups.to(labels), pairs[_one_of_five(pairs[:, 0], torch.arange(len(pairs)))][:, 1])
-        lost = labels[held].bincount(minlength=int(labels.max()) + 1) == labels.bincount()
-        return held & ~lost[labels]
-    return _one_of_five(labels, ranking(images).argsort(stable=True))
-
-
-def _one_of_five(labels: Tensor, order: Tensor) -> Tensor:
-    """Return a mask, (n,), of one of every five entries of each label, or of one of two to four, in this order."""
-    places, order = torch.empty_like(labels), order.to(labels.device)
-    places[order] = places_among(labels[order])
-    return torch.where(labels.bincount()[labels] >= FOLDS, places % FOLDS == FOLDS // 2, places == 1)
-
-
-def places_among(labels: Tensor) -> Tensor:
-    """Count, for each label, the earlier labels that are equal to it, (n,)."""
-    ordered, order = labels.sort(stable=True)
-    places = torch.arange(len(labels)).to(order) - torch.searchsorted(ordered, ordered)
-    return torch.empty_like(order).scatter_(0, order, places)
 
 
 def log_likelihoods(own: Tensor, classes: int, wrong: Sequence[float]) -> Tensor:

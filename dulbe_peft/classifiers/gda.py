@@ -68,7 +68,7 @@ class GdaRule(LdaRule):
             own = -torch.stack([F.cross_entropy(scores / t, labels, reduction="none") for t in TEMPERATURES])
             losses[row] -= log_likelihoods(own, state.classes, WRONG).sum(dim=1).to(losses)
         state = state.replaced({"losses": losses})
-        return state, replace(left, scores=_mixed(by_text, by_image, self.weight(state)), closed=True)
+        return state, replace(left, scores=_mixed(by_text, by_image, self.weight(state)))
 
     def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the leave-one-out scores with the present alpha."""

@@ -60,6 +60,13 @@ def counts_of(pairs: Tensor) -> Tensor:
     return counts[places]
 
 
+def places_among(labels: Tensor) -> Tensor:
+    """Count, for each label, the earlier labels that are equal to it, (n,)."""
+    ordered, order = labels.sort(stable=True)
+    places = torch.arange(len(labels)).to(order) - torch.searchsorted(ordered, ordered)
+    return torch.empty_like(order).scatter_(0, order, places)
+
+
 def sums_of_groups(images: Tensor, labels: Tensor, groups: Tensor | None) -> Tensor:
     """Return the sum of the images of the same class and group, (n, d), for each image."""
     if groups is None:

@@ -72,7 +72,7 @@ class LdaRule(ClassSums):
         if not len(left.rows) or state.classes < 2:
             return state, None
         scores = self.left_out(state, images[left.rows], left.labels, left.groups)
-        return state, replace(left, scores=scores, closed=True)
+        return state, replace(left, scores=scores)
 
     def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the leave-one-out scores in float64; see `Rule.left_out`.

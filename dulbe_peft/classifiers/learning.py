@@ -233,8 +233,8 @@ class Learning(Answering):
         self, start: State, images: Tensor, labels: Tensor, new: list[str], groups: Tensor | None
     ) -> tuple[dict[str, Tensor], Left | None]:
         """Hold out images of the new task; return what the rule chooses on them, and their scores and labels."""
-        held, left = held_out(images, labels, groups, classes := len(self._class_names) + len(new))
-        if type(self.rule).judged is not Rule.judged or not held.any() or classes < 2:
+        held, left = held_out(images, labels, groups)
+        if type(self.rule).judged is not Rule.judged or not held.any() or len(self._class_names) + len(new) < 2:
             return {}, None
         try:
             state = self._with_images(start, images[~held], labels[~held], new)

@@ -1,9 +1,11 @@
 """Which learned images are left out, to see how further images would be classified. They are chosen here alone.
 
-choose         evenly by rank, or whole groups: the temperature of `lda`, `gda` and `pooled_bridge`, and novelty
-in_turn        one image of each class after another: the settings and the temperature of `bayes`
-held_out       of each class one image of five, which a copy does not learn: rules without a closed form
-by_content     the same number of images of each class in the feature store: estimates
+If not all images can be left out, one image of each class is taken after another, so that every class counts.
+
+in_turn        the rule above, which all the others use. `bayes` calls it with a smaller limit
+choose         whole groups: the temperature of `lda`, `gda` and `pooled_bridge`, and novelty
+held_out       one image of five of each class, which a copy does not learn: rules without a closed form
+by_content     whole groups of the images in the feature store: estimates
 in_parts       parts of the chosen images that are left out together, where each part costs a decomposition
 """
 
@@ -15,10 +17,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from dulbe_peft.classifiers.groups import counts_of, ranking, together
+from dulbe_peft.classifiers.groups import counts_of, places_among, ranking, together
 
 MOST = 1000  # images of a task, or of the store, that are left out
-MOST_SCORES = 2**24  # scores that a temperature is fitted to; of more held-out images, an even selection is used
+FOLDS = 5  # of which one is held out
+MOST_JUDGED = 256  # the same for `bayes`, which scores each of them with up to 70 settings and 13 temperatures
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,14 +33,12 @@ class Left:
         labels: Their classes, (m,).
         groups: Their groups, (m,), or None if each image is a group.
         scores: (m, C), by a classifier that had not learned them, once they are known.
-        closed: Whether `scores` are exactly those of `Rule.left_out`, which then need not be repeated.
     """
 
     rows: Tensor
     labels: Tensor
     groups: Tensor | None
     scores: Tensor | None = None
-    closed: bool = False
 
     @classmethod
     def of(cls, rows: Tensor, labels: Tensor, groups: Tensor | None) -> "Left":
@@ -45,53 +46,77 @@ class Left:
         return cls(rows, labels[rows], None if groups is None else groups[rows])
 
 
-def choose(images: Tensor, labels: Tensor, groups: Tensor | None, counts: Tensor) -> Left:
-    """Choose about `MOST` images of whole groups, evenly, whose class has images outside of their group.
+def in_turn(labels: Tensor, most: int) -> Tensor:
+    """Return the rows of at most `most` images with labels, (n,): the first of each class, then the second, ..."""
+    return places_among(labels).argsort(stable=True)[:most]
 
-    `counts`, (C,), are the numbers of learned images. The result is on the device of the images, (n, d).
+
+def choose(images: Tensor, labels: Tensor, groups: Tensor | None, counts: Tensor) -> Left:
+    """Choose `MOST` images in turn, each class by rank, whose class has images outside of their group.
+
+    A group is taken whole, with its first image, as long as there are not more than `MOST` images. `counts`, (C,), are
+    the numbers of learned images. The result is on the device of the images, (n, d).
     """
     labels = labels.to(images.device)
     groups = None if groups is None else groups.to(labels)
     rows = (counts.to(labels)[labels] > together(labels, groups)).nonzero()[:, 0]
-    step = max(1, -(-len(rows) // MOST))
-    if groups is None:
-        return Left.of(rows[ranking(images[rows]).argsort()][::step], labels, None)
-    return Left.of(rows[torch.isin(groups[rows], groups[rows].unique()[::step])], labels, groups)
+    rows = rows[ranking(images[rows]).argsort()]
+    rows = rows[in_turn(labels[rows], MOST if groups is None else len(rows))]
+    if groups is not None and len(rows):
+        numbers, sizes = groups[rows].unique(return_inverse=True, return_counts=True)[1:]
+        first = torch.full_like(sizes, len(rows)).scatter_reduce(0, numbers, torch.arange(len(rows)).to(rows), "amin")
+        order = first.argsort()
+        taken = torch.zeros_like(sizes).scatter(0, order, sizes[order].cumsum(dim=0)) <= max(MOST, int(sizes.max()))
+        rows = rows[taken[numbers]]
+    return Left.of(rows, labels, groups)
 
 
-def in_turn(places: Tensor, most: int) -> Tensor:
-    """Return the rows of at most `most` images, one of each class after another.
+def held_out(images: Tensor, labels: Tensor, groups: Tensor | None) -> tuple[Tensor, Left]:
+    """Return which images a copy does not learn, (n,) in bool, and at most `MOST` of them, which are scored.
 
-    `places`, (n,), count the images of the same class that come before each image.
+    It is a share of each class, and not `MOST` images, because the copy must know all classes as the classifier does.
     """
-    return places.argsort(stable=True)[:most]
-
-
-def held_out(images: Tensor, labels: Tensor, groups: Tensor | None, classes: int) -> tuple[Tensor, Left]:
-    """Return which images a copy does not learn, (n,) in bool, and those of them that are scored for `classes`."""
-    from dulbe_peft.classifiers.calibration import hold_back
-
     held = hold_back(images, labels, groups)
     rows = held.nonzero()[:, 0]
-    if (step := len(rows) * classes // MOST_SCORES + 1) > 1:
-        rows = rows[ranking(images[rows]).argsort()][::step]
-    return held, Left.of(rows, labels, groups)
+    rows = rows[ranking(images[rows]).argsort()]
+    return held, Left.of(rows[in_turn(labels[rows], MOST)], labels, groups)
+
+
+def hold_back(images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
+    """Return a mask, (n,), of the images, (n, d), to hold out: one of every five of each class, by rank.
+
+    With `groups`, (n,), it is one of every five groups of each class, and every class keeps a group.
+    """
+    if groups is not None:
+        pairs = torch.stack([labels, groups.to(labels)], dim=1).unique(dim=0)
+        held = torch.isin(groups.to(labels), pairs[_one_of_five(pairs[:, 0], torch.arange(len(pairs)))][:, 1])
+        lost = labels[held].bincount(minlength=int(labels.max()) + 1) == labels.bincount()
+        return held & ~lost[labels]
+    return _one_of_five(labels, ranking(images).argsort(stable=True))
+
+
+def _one_of_five(labels: Tensor, order: Tensor) -> Tensor:
+    """Return a mask, (n,), of one of every five entries of each label, or of one of two to four, in this order."""
+    places, order = torch.empty_like(labels), order.to(labels.device)
+    places[order] = places_among(labels[order])
+    return torch.where(labels.bincount()[labels] >= FOLDS, places % FOLDS == FOLDS // 2, places == 1)
 
 
 def by_content(learned: Mapping[str, Sequence[bytes]], group_of: Mapping[bytes, int]) -> dict[bytes, str]:
-    """Choose about `MOST` learned images, the same number of each class that has several; return their classes.
+    """Choose `MOST` learned images in turn, of classes that have several; return their classes.
 
-    `learned` are the contents of each class's images. Images that were learned twice are not chosen. All images of a
-    group are left out together, so all of a chosen image's group are returned.
+    `learned` are the contents of each class's images. Each class is ordered by content, because the features, and so
+    the ranks, are read after the choice. Images that were learned twice are not chosen. All images of a group are left
+    out together, so all of a chosen image's group are returned.
     """
     times = Counter(chain.from_iterable(learned.values()))
-    share, owner, chosen = max(1, MOST // max(1, len(learned))), dict[bytes, str](), set[int]()
-    for name, contents in learned.items():
-        once = sorted(content for content in contents if times[content] == 1)
-        chosen |= {group_of[content] for content in once[:share] if content in group_of}
-        once = [content for number, content in enumerate(once) if number < share or group_of.get(content) in chosen]
-        owner |= dict.fromkeys(once if len(contents) > 1 else (), name)
-    return owner
+    several = {name: sorted(set(contents)) for name, contents in learned.items() if len(contents) > 1}
+    owner = {content: name for name, contents in several.items() for content in contents if times[content] == 1}
+    numbers = {name: number for number, name in enumerate(several)}
+    contents, labels = [*owner], torch.tensor([numbers[name] for name in owner.values()], dtype=torch.int64)
+    chosen = {contents[row] for row in in_turn(labels, MOST).tolist()}
+    groups = {group_of[content] for content in chosen if content in group_of}
+    return {content: owner[content] for content in contents if content in chosen or group_of.get(content) in groups}
 
 
 def in_parts(labels: Tensor, groups: Tensor | None, parts: int, counts: Tensor) -> Tensor:

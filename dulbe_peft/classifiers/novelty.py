@@ -182,7 +182,7 @@ def judged(
     texts, shares = by_text(chosen, sums), class_shares(row_labels, labels)
     scores = None
     if several:
-        same = known_scores is not None and known_scores.closed and torch.equal(known_scores.rows, rows)
+        same = known_scores is not None and torch.equal(known_scores.rows, rows)
         scores = known_scores.scores if known_scores and same else rule.left_out(state, chosen, row_labels, row_groups)
     # An image whose class is left out can be near to fewer classes. For a fair comparison, the same number of other
     # classes is left out when the image's own class stays.

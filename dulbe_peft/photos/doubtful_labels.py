@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from dulbe_peft.classifiers.bayes import BayesClassifier
-from dulbe_peft.classifiers.calibration import FOLDS
-from dulbe_peft.classifiers.leaving import in_parts
+from dulbe_peft.classifiers.leaving import FOLDS, in_parts
 from dulbe_peft.sklearn import FeatureClassifier
 
 SWAPPED = 0.05  # share of the labels that one trial swaps

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.arguments import Query
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.calibration import places_among
-from dulbe_peft.classifiers.groups import check_groups
+from dulbe_peft.classifiers.groups import check_groups, places_among
 from dulbe_peft.classifiers.learning import Groups
 from dulbe_peft.classifiers.novelty import sums_of
 from dulbe_peft.data.images import LabelledImages

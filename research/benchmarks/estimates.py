@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from dulbe_peft.classifiers.calibration import places_among
 from dulbe_peft.classifiers.groups import together
-from dulbe_peft.classifiers.leaving import MOST
+from dulbe_peft.classifiers.leaving import MOST, in_turn
 from dulbe_peft.training.estimating import corrected, left_out_share, surely_wrong
 from research.benchmarks import common
 from research.benchmarks.frozen import Task, learned, measured, stream_options
@@ -32,8 +31,8 @@ def figures(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> dict[
     seen = classifier.class_names
     starts = [sum(len(past.classes) for past in tasks[:number]) for number in range(len(tasks))]
     labels = torch.tensor([start + label for start, task in zip(starts, tasks, strict=True) for label in task.y])
-    images, share = torch.cat([task.train for task in tasks]), max(1, MOST // len(seen))
-    chosen = places_among(labels) < share
+    images = torch.cat([task.train for task in tasks])
+    chosen = torch.zeros(len(labels), dtype=torch.bool).index_fill(0, in_turn(labels, MOST), True)
     groups = joined(tasks)
     if groups is not None:
         chosen = torch.isin(groups, groups[chosen])  # whole groups

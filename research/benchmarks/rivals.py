@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.calibration import hold_back
 from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability
 from dulbe_peft.classifiers.lda import shrunk_covariance
+from dulbe_peft.classifiers.leaving import hold_back
 from dulbe_peft.classifiers.registry import make_classifier
 
 

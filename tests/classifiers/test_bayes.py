@@ -486,7 +486,7 @@ def test_other_classes_cut_to_one_image_stand_in_for_classes_with_one():
 
 
 def test_each_class_leaves_out_equally_many_of_its_images(monkeypatch):
-    monkeypatch.setattr(bayes, "MOST_LEFT_OUT", 12)
+    monkeypatch.setattr(bayes, "MOST_JUDGED", 12)
     images, labels = photos([1, 2, 9, 4, 6])
     mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     classifier, other = taught(images, labels), taught(images[mixed], labels[mixed])

@@ -15,9 +15,9 @@ from dulbe_peft.classifiers.calibration import (
     MOST_KEPT,
     TaskTemperature,
     fit_temperature,
-    hold_back,
     temperature,
 )
+from dulbe_peft.classifiers.leaving import hold_back
 
 DIM = 12
 

@@ -12,9 +12,9 @@ from taught import CLASSES, DIM, NAMED, SCALE, assert_equal_states, clusters, di
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers import make_classifier
-from dulbe_peft.classifiers.calibration import hold_back
 from dulbe_peft.classifiers.drift import linear_map
 from dulbe_peft.classifiers.gda import ALPHAS, TEMPERATURES
+from dulbe_peft.classifiers.leaving import hold_back
 from dulbe_peft.classifiers.ridge import RIDGES
 from dulbe_peft.classifiers.text_prior import WRONG
 from dulbe_peft.training.estimating import left_out_share

@@ -9,9 +9,9 @@ import torch
 from taught import CLASSES, DIM, SCALE, clusters, digits
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers import calibration, make_classifier
-from dulbe_peft.classifiers.groups import check_groups, rows_by_group
-from dulbe_peft.classifiers.leaving import in_parts
+from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.classifiers.groups import check_groups, places_among, rows_by_group
+from dulbe_peft.classifiers.leaving import hold_back, in_parts
 from dulbe_peft.classifiers.ridge import POWER
 
 EXACT = [
@@ -33,7 +33,7 @@ def bursts():
     rows = torch.cat([(digits.labels == c).nonzero()[: 2 + c % 8, 0] for c in range(CLASSES)])
     labels = digits.labels[rows]
     groups = torch.randint(0, 14, (len(rows),), generator=torch.Generator().manual_seed(2))
-    groups = torch.where(calibration.places_among(labels) == 0, 100 + labels, groups)  # a group of its own per class
+    groups = torch.where(places_among(labels) == 0, 100 + labels, groups)  # a group of its own per class
     return F.normalize(digits.images[rows], dim=1), labels, groups
 
 
@@ -160,7 +160,7 @@ def test_parts_do_not_divide_groups_and_leave_each_class_an_image(bursts):
         assert (labels[parts == part].bincount(minlength=CLASSES) < counts).all()
     place = {group: set(parts[groups == group].tolist()) - {-1} for group in groups.tolist()}
     assert all(len(found) <= 1 for found in place.values())
-    held = calibration.hold_back(torch.randn(len(labels), 3), labels, groups)
+    held = hold_back(torch.randn(len(labels), 3), labels, groups)
     assert held.any() and (labels[~held].bincount(minlength=CLASSES) > 0).all()
 
 
