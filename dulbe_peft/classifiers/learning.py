@@ -49,6 +49,7 @@ class Learning(Answering):
             labels: (n,), integers that index `class_names`. Every class needs at least one image.
             text_embeds: (C_seen, d), text embeddings of all seen classes in the order of learning, new ones included.
                 Required if `needs_text` is set; otherwise a class without a text has zeros, or None in a list of rows.
+                Other texts of known classes replace theirs, as in `set_text_embeds`.
             each_text: (T, d) and (T,), embeddings of single texts and the new class of each, used if `needs_each_text`
                 is set. None uses the row of `text_embeds` as the only text of a class.
             views: (n, V, d), unit features of each image and its augmented views. A classifier that keeps sums adds
@@ -74,6 +75,8 @@ class Learning(Answering):
         indices = indices + len(self._class_names)  # into all seen classes
         groups = self._groups(groups, indices)
         start = self.fork().state
+        if "text_embeds" in texts:  # of known classes, they may be other texts than before
+            start = start.replaced(self.rule.retold(start, texts["text_embeds"][: -len(names)]))
         start = start.replaced({name: rows for name, rows in texts.items() if name in start})
         if head is not None and "head" in start:
             start = start.replaced(start.with_rows(head=head.to(start.head)))

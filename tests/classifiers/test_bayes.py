@@ -10,8 +10,10 @@ from scipy.special import log_softmax, softmax
 from taught import in_tasks
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers import BayesClassifier, bayes, calibration
+from dulbe_peft.classifiers import BayesClassifier, bayes
 from dulbe_peft.classifiers.checks import unit_features
+from dulbe_peft.classifiers.groups import ranking
+from dulbe_peft.classifiers.teaching import ClosingPass, learn_task
 from dulbe_peft.utils.tensors import tensors_digest, write_tensors
 
 DIM, CLASSES, SCALE, DOUBLE = 6, 5, 20.0, torch.float64
@@ -465,7 +467,7 @@ def test_other_classes_cut_to_one_image_stand_in_for_classes_with_one():
     images, labels = photos([1, 4, 1, 3, 5])
     classifier, (twin, table) = taught(images, labels, features=0), without_wrong_names(images, labels)
     # Two of five classes have a single image, so one of the three others stands in for them: the first.
-    order = calibration.ranking(unit_features(images, "", DIM, None, "cpu").double()).argsort()
+    order = ranking(unit_features(images, "", DIM, None, "cpu").double()).argsort()
     first, *further = [i for i in order.tolist() if labels[i] == 1]
     reduced = Twin(
         *(rows[[i for i in range(len(labels)) if labels[i] != 1 or i == first]] for rows in (images, labels)),
@@ -535,6 +537,22 @@ def test_how_well_old_texts_described_the_images_counts_again_when_they_come_bac
     named.rename_class("third", "class 0", TEXTS[0])
     assert all(torch.equal(named.tensors()[name], tables[name]) for name in tables)
     assert torch.equal(named(photos()[0]), scores)
+
+
+def test_other_texts_of_known_classes_set_aside_what_was_measured_however_they_come():
+    images, labels = photos(noise=0.3)
+    set_before, given, same = (taught(images, labels, features=0) for _ in range(3))
+    other = TEXTS.roll(1, dims=0)
+    set_before.set_text_embeds(other)
+    extra = images[labels == 0] + images[labels == 1], torch.zeros(int((labels == 0).sum()), dtype=torch.int64)
+    for classifier, texts in ((set_before, other), (given, other), (same, TEXTS)):
+        classifier.add_classes(["new"], *extra, torch.cat([texts, texts[:1]]))
+    assert given.set_aside[:CLASSES].any(dim=1).all() and not same.set_aside.any()
+    assert all(torch.equal(given.tensors()[name], tensor) for name, tensor in set_before.tensors().items())
+    assert given.choice == set_before.choice != same.choice
+    trained = ClosingPass(("new",), *extra, texts=torch.cat([other, other[:1]]))  # training has moved the same names
+    (moved,) = learn_task({"bayes": taught(images, labels, features=0)}, trained).values()
+    assert torch.equal(moved.text_embeds, given.text_embeds) and not moved.set_aside.any()
 
 
 def test_images_that_are_learned_under_a_new_name_replace_what_was_set_aside():
