@@ -21,6 +21,10 @@ from dulbe_peft.classifiers.rule import ABILITIES, Rule, check_can
 from dulbe_peft.classifiers.state import State
 
 OF_RULES = {"__init__", "register", "logits", *(each for each in vars(Rule) if each[0] != "_")}
+RAISES = """Raises:
+        TypeError: If a setting has another type.
+        ValueError: If a setting has a value outside its limits.
+"""
 CLASSES: "dict[type[Rule], type[Classifier]]" = {}  # rule -> the class of its classifiers
 
 
@@ -53,7 +57,8 @@ class Classifier(Learning):
             return
         check_rule(rule)
         cls.rule_type, cls.name, cls.needs_text = rule, rule.name, rule.needs_text
-        cls.__doc__ = vars(cls).get("__doc__") or rule.__doc__
+        parts = (vars(cls).get("__doc__"), rule.__doc__, RAISES)
+        cls.__doc__ = "\n\n    ".join(part.rstrip() for part in parts if part) + "\n"
         cls.__signature__ = inspect.signature(rule)  # type: ignore[attr-defined]
         CLASSES[rule] = cls
 

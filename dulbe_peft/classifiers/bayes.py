@@ -673,6 +673,16 @@ def some_without_groups(
 
 
 class BayesClassifier(Classifier, rule=BayesRule):
+    """Images and texts together, as much of each as helps; its settings are those of `BayesRule`.
+
+    Example:
+        >>> features = torch.eye(8)[[0, 0, 1, 1]] + 0.1 * torch.eye(8)[[4, 5, 6, 7]]  # of four images, (4, 8)
+        >>> classifier = BayesClassifier(embed_dim=8)
+        >>> classifier.add_classes(["cat", "dog"], features, labels=[0, 0, 1, 1], text_embeds=features[[0, 2]])
+        >>> classifier.probabilities(features).argmax(dim=1)
+        tensor([0, 0, 1, 1])
+    """
+
     rule: BayesRule
 
     if TYPE_CHECKING:

@@ -255,6 +255,16 @@ def _among_all(state: State, mean: Tensor) -> Tensor:
 
 
 class PooledBridgeHead(BridgeEnsembleHead, rule=PooledBridgeRule):
+    """The head with one set of depths for all classes; its settings are those of `PooledBridgeRule`.
+
+    Example:
+        >>> features = torch.eye(8)[[0, 0, 1, 1]] + 0.1 * torch.eye(8)[[4, 5, 6, 7]]  # of four images, (4, 8)
+        >>> classifier = PooledBridgeHead(embed_dim=8)
+        >>> classifier.add_classes(["cat", "dog"], features, labels=[0, 0, 1, 1], text_embeds=features[[0, 2]])
+        >>> classifier.probabilities(features).argmax(dim=1)
+        tensor([0, 0, 1, 1])
+    """
+
     rule: PooledBridgeRule
 
     if TYPE_CHECKING:

@@ -78,6 +78,16 @@ class Prototypes(Fitted):
 
 
 class PrototypeClassifier(Classifier, rule=PrototypeRule):
+    """The cosine with the mean of each class's images; its settings are those of `PrototypeRule`.
+
+    Example:
+        >>> features = torch.eye(8)[[0, 0, 1, 1]] + 0.1 * torch.eye(8)[[4, 5, 6, 7]]  # of four images, (4, 8)
+        >>> classifier = PrototypeClassifier(embed_dim=8)
+        >>> classifier.add_classes(["cat", "dog"], features, labels=[0, 0, 1, 1])
+        >>> classifier.probabilities(features).argmax(dim=1)
+        tensor([0, 0, 1, 1])
+    """
+
     rule: PrototypeRule
 
     if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import inspect
 import json
 import math
@@ -18,7 +19,7 @@ from hub_stub import on_this_process
 from taught import CLASSES, DIM, NAMED, SCALE, SPECS, assert_equal_states, digits, learned, snapshot, task
 from torch.nn import functional as F
 
-from dulbe_peft import CLASSIFIERS, register_classifier
+from dulbe_peft import CLASSIFIERS, classifiers, register_classifier
 from dulbe_peft.classifiers import (
     Classifier,
     LdaClassifier,
@@ -287,3 +288,18 @@ def test_float64_classifier_learns_further_tasks(name):
         names = ["abcd"[label] for label in classes]
         classifier.add_classes(names, *task(classes, 9), digits.texts[: 2 * number + 2])
     assert classifier(digits.tests).shape == (len(digits.tests), 4)
+
+
+PUBLIC = [name for name in classifiers.__all__ if name.endswith(("Classifier", "Head")) and name != "Classifier"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", PUBLIC)
+def test_help_of_a_classifier_shows_its_settings_and_an_example_that_runs(name):
+    kind = getattr(classifiers, name)
+    text = pydoc.render_doc(kind, renderer=pydoc.plaintext)
+    assert all(re.search(rf"\n \|  +[\w, ]*\b{field.name}\b[\w, ]*: \w", text) for field in fields(kind.rule_type))
+    assert all(f"\n |  {part}:\n" in text for part in ("Example", "Args", "Raises"))
+    (example,) = doctest.DocTestFinder(recurse=False).find(kind, name, globs={"torch": torch, name: kind})
+    result = doctest.DocTestRunner().run(example)
+    assert result.failed == 0 and result.attempted >= 4
