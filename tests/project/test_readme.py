@@ -165,6 +165,14 @@ def test_no_page_needs_a_build_to_be_read():
     assert not [page for page in PAGES if re.search(r"^\s*(\{\{|:::)", text_of(page), flags=re.MULTILINE)]
 
 
+def test_pages_have_at_most_17000_words_that_are_written_by_hand():
+    generated = re.compile(r"<!-- (table|output|settings|readme|reference)\b.*?<!-- end of \1 -->", re.DOTALL)
+    texts = {page: OUTPUTS["PROGRAM"].sub("", generated.sub("", text_of(page))) for page in PAGES}
+    words = {page: len(re.findall(r"\S*\w\S*", text)) for page, text in texts.items()}  # not the bars of tables
+    assert words["docs/reference/learner.md"] < 100  # what is generated is not counted
+    assert sum(words.values()) <= 17_000, words
+
+
 def test_data_page_names_every_image_suffix():
     assert not [suffix for suffix in image_suffixes() if f"`{suffix}`" not in text_of("docs/data.md")]
 
