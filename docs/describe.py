@@ -100,7 +100,8 @@ def markdown(doc: str, left_out: set[str]) -> str:
     parts, section, body = [], "", []
     for line in [*doc.splitlines(), "Reference:"]:
         found = SECTION.match(line)
-        if not found:
+        ended = section and line[:1].strip() and not found  # a section's lines are indented
+        if not found and not ended:
             body.append(line)
             continue
         text = textwrap.dedent("\n".join(body)).strip()
@@ -113,5 +114,5 @@ def markdown(doc: str, left_out: set[str]) -> str:
             parts.append(f"**{section}**\n\n" + "\n".join(f"- {row}" for row in rows))
         elif text:
             parts.append(f"**{section}**\n\n{text}" if section else text)
-        section, body = found[1], []
+        section, body = (found[1], []) if found else ("", [line])
     return "\n\n".join(parts)

@@ -158,6 +158,7 @@ def test_reference_pages_match_the_code():
     with_reference = runpy.run_path(str(ROOT / "docs" / "describe.py"))["with_reference"]
     pages = {page: text_of(page) for page in PAGES if "/reference/" in page}
     assert sum(text.count("<!-- reference: ") for text in pages.values()) > 60
+    assert not [page for page, text in pages.items() if re.search(r"^ +>>> ", text, flags=re.MULTILINE)]
     assert {page: with_reference(text) for page, text in pages.items()} == pages  # docs/generate.py reference
 
 
