@@ -201,7 +201,7 @@ class BayesRule(ClassSums):
         left = task.left(state, choice := self.fitted(state))
         if not len(left.labels):
             return state, None
-        wrong = len(WRONG) * (0.0,) if few_items(left.labels, left.groups) else WRONG  # few items say nothing about w
+        wrong = len(WRONG) * (0.0,) if few_items(labels, groups) else WRONG  # few items say nothing about w
         table, kappas = state.losses.clone(), torch.tensor(self.kappas)
         each, own = torch.arange(len(left.labels)).to(left.labels), left.weights
         for number, features in enumerate(self.numbers):
@@ -531,7 +531,7 @@ class Task:
 
     def named(self, fit: Fit, state: State) -> dict[str, Tensor]:
         """Return `by_text` and `shown` with the losses of images by the texts alone, at least two of each class."""
-        rows = in_turn(self.labels, max(MOST_JUDGED, 2 * int((self.inside(state) > 0).sum())))
+        rows = in_turn(self.labels, max(MOST_JUDGED, 2 * int((self.inside(state) > 0).sum())), self.groups)
         losses = fit.text_losses(self.x[rows], self.labels[rows], self.weights(state, rows)[rows], USUAL_RHO)
         of = None if self.groups is None else self.groups[rows]
         apart = groups_of_classes(self.labels[rows], of, state.classes)  # photographs of one item are one observation
@@ -546,7 +546,7 @@ class Task:
     def left(self, state: State, choice: Choice) -> Scorer:
         """Leave out up to `MOST_JUDGED` images, each with its group, some of them from classes reduced to one."""
         labels, groups, inside = self.labels, self.groups, self.inside(state)
-        rows = in_turn(self.labels, MOST_JUDGED)
+        rows = in_turn(self.labels, MOST_JUDGED, self.groups)
         lone = torch.isin(labels, lone_classes(state, inside, groups_of_classes(labels, groups, state.classes)))
         first = places_among(labels) == 0
         if groups is not None:  # all images of the group of the first image of each class

@@ -18,7 +18,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from dulbe_peft.classifiers.groups import few_items
 from dulbe_peft.utils.records import Fraction, Record
 
 # Number of images that count as wrong. For ten or fewer images, a smaller number made the probabilities overconfident,
@@ -92,15 +91,17 @@ def calibrated(
     learned: Tensor,
     temperature_of: Callable[[Sequence[TaskTemperature]], float],
     groups: Tensor | None = None,
+    few: bool = False,
 ) -> tuple[TaskTemperature, ...]:
     """Return the records with one more task, from the scores, (n, C), of its left-out images.
 
-    `learned` are the labels of all of the task's images. Images of the same of `groups`, (n,), count as one.
+    `learned` are the labels of all of the task's images. Images of the same of `groups`, (n,), count as one. `few` is
+    whether the task has too few items to tell wrong labels, see `few_items`.
     """
     images, classes = logits.shape
     logits, labels = logits.double().cpu(), labels.cpu()
     weights = class_shares(labels, learned.cpu())
-    best, wrong = fit_temperature(logits, labels, tasks, groups)
+    best, wrong = fit_temperature(logits, labels, tasks, groups, few)
     facts: dict[str, Any] = {"log_temperature": best, "images": images, "classes": classes}
     facts["judged"] = len(labels.unique())
     facts["wrong"] = tuple(round(float(each), 3) for each in wrong - wrong.max())
@@ -213,12 +214,16 @@ def penalties(wrong: Sequence[float], number: float) -> Tensor:
 
 
 def fit_temperature(
-    logits: Tensor, labels: Tensor, earlier: Sequence[TaskTemperature] = (), groups: Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    earlier: Sequence[TaskTemperature] = (),
+    groups: Tensor | None = None,
+    few: bool = False,
 ) -> tuple[float, Tensor]:
     """Fit the temperature T and the share w of wrong labels to held-out logits, (n, C), with labels (n,).
 
     They maximise the sum of `log_likelihoods` less `penalties`. Tasks have the same w, so the log-likelihoods of
-    `earlier` tasks are added. All images of the same of `groups`, (n,), count as one, and `few_items` say nothing
+    `earlier` tasks are added. All images of the same of `groups`, (n,), count as one, and `few` items say nothing
     about w. As in Platt's method, each label is smoothed: `DOUBT` of n + 2 images counts as belonging to the strongest
     other class. Otherwise T would go to 0 if all held-out images were classified correctly. The doubt is a prior of T
     and no label, so w does not apply.
@@ -245,7 +250,7 @@ def fit_temperature(
     def slope(log_temperature: float) -> float:
         return float(weights @ ((smoothed * math.exp(-log_temperature)).softmax(dim=1) * smoothed).sum(dim=1))
 
-    known = WRONG if not few_items(labels[:, 0], groups) else len(WRONG) * (0.0,)  # then all shares are as likely
+    known = len(WRONG) * (0.0,) if few else WRONG  # then all shares are as likely
 
     def likelihoods(log_temperature: float, wrong: Sequence[float] = known) -> Tensor:
         factor = math.exp(-log_temperature)

@@ -4,7 +4,7 @@ An image is left out of learning to see how a further one would be classified. I
 is learned, this says nothing about a further item.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ def groups_of_classes(labels: Tensor, groups: Tensor | None, classes: int) -> Te
 
 
 def few_items(labels: Tensor, groups: Tensor | None) -> bool:
-    """Return whether left-out images, (n,), have so few groups that they say nothing about wrong labels."""
+    """Return whether learned images, (n,), have so few groups that they say nothing about wrong labels."""
     if groups is None:
         return False
     pairs = torch.stack([groups.to(labels), labels], dim=1).unique(dim=0)
@@ -105,11 +105,27 @@ def share_alike(images: Tensor, labels: Tensor) -> float:
     squared distance in the class. For independent images in many dimensions all distances are similar. Classes with
     fewer than three images tell nothing.
     """
-    near = []
+    near = [(away.amin(dim=1) < NEAR * away[away.isfinite()].median()) for rows, away in _distances(images, labels)]
+    return float(torch.cat(near).double().mean()) if near else 0.0
+
+
+def examples_alike(images: Tensor, labels: Tensor, count: int, size: int) -> list[list[int]]:
+    """Return rows of images, (n, d), that look most alike: of each of `count` classes one, and those nearest to it."""
+    found = []
+    for rows, away in _distances(images, labels):
+        nearest, first = away.amin(dim=1).min(dim=0)
+        order = away[first].index_fill(0, first, -1.0).argsort(stable=True)
+        found.append((float(nearest), rows[order[:size]].tolist()))
+    return [rows for _, rows in sorted(found)[:count]]
+
+
+def _distances(images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the rows of each class with three images or more, and the squared distances between its unit features.
+
+    An image is infinitely far from itself.
+    """
     for rows in rows_by_group(labels):
         if len(rows) > 2:
             part = torch.nn.functional.normalize(images[rows[:MOST_COMPARED]].double(), dim=1)
-            away = (2 - 2 * part @ part.T).clamp_min(0)
-            others = away[~torch.eye(len(part), dtype=torch.bool, device=away.device)].reshape(len(part), -1)
-            near.append(others.amin(dim=1) < NEAR * others.median())
-    return float(torch.cat(near).double().mean()) if near else 0.0
+            away = (2 - 2 * part @ part.T).clamp_min(0).fill_diagonal_(torch.inf)
+            yield rows[:MOST_COMPARED], away

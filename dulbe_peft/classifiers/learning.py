@@ -252,11 +252,13 @@ class Learning(Answering):
         `left` has the scores of some of the images by a classifier that had not learned them.
         """
         from dulbe_peft.classifiers import calibration, novelty
+        from dulbe_peft.classifiers.groups import few_items
 
         rule, records = self.rule, self.calibration
         if left is not None and left.scores is not None:
             at = partial(temperature, rule, state)
-            records = calibration.calibrated(records, left.scores, left.labels, labels, at, left.groups)
+            few = few_items(labels, groups)
+            records = calibration.calibrated(records, left.scores, left.labels, labels, at, left.groups, few)
         known, heat = self.novelty_tasks, temperature(rule, state, records)
         measured = novelty.judged(rule, state, known, images, labels, heat, groups, left)
         warning = "" if self._warned else rule.fitted(state).warning

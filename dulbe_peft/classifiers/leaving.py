@@ -1,6 +1,7 @@
 """Which learned images are left out, to see how further images would be classified. They are chosen here alone.
 
-If not all images can be left out, one image of each class is taken after another, so that every class counts.
+If not all images can be left out, one image of each class is taken after another, and one of each group before a second
+of it, so that every class and item counts.
 
 in_turn        the rule above, which all the others use. `bayes` calls it with a smaller limit
 choose         whole groups: the temperature of `lda`, `gda` and `pooled_bridge`, and novelty
@@ -46,9 +47,17 @@ class Left:
         return cls(rows, labels[rows], None if groups is None else groups[rows])
 
 
-def in_turn(labels: Tensor, most: int) -> Tensor:
-    """Return the rows of at most `most` images with labels, (n,): the first of each class, then the second, ..."""
-    return places_among(labels).argsort(stable=True)[:most]
+def in_turn(labels: Tensor, most: int, groups: Tensor | None = None) -> Tensor:
+    """Return the rows of at most `most` images with labels, (n,): the first of each class, then the second, ...
+
+    With `groups`, (n,), one image of each group of a class comes before further ones, so that the images show as many
+    items as possible.
+    """
+    if groups is None:
+        return places_among(labels).argsort(stable=True)[:most]
+    items = torch.stack([labels, groups.to(labels)], dim=1).unique(dim=0, return_inverse=True)[1]
+    order = places_among(items).argsort(stable=True)
+    return order[places_among(labels[order]).argsort(stable=True)[:most]]
 
 
 def choose(images: Tensor, labels: Tensor, groups: Tensor | None, counts: Tensor) -> Left:

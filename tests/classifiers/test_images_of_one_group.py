@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.classifiers.groups import check_groups, places_among, rows_by_group
-from dulbe_peft.classifiers.leaving import hold_back, in_parts
+from dulbe_peft.classifiers.leaving import hold_back, in_parts, in_turn
 from dulbe_peft.classifiers.ridge import POWER
 
 EXACT = [
@@ -174,3 +174,30 @@ def test_wrong_groups_are_refused(wrong, message):
         with pytest.raises(TypeError, match="give an image without a group its own"):
             check_groups(["a", missing, missing], 3)
     assert check_groups(["a", "b", "a"], 3).tolist() == [0, 1, 0] and check_groups(np.arange(3), 3) is None
+
+
+def test_few_of_many_photographs_show_all_items():
+    """Each class has seven items with up to 40 photographs each, of which 256 are left out."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 8, (1200,), generator=generator)
+    groups = 7 * labels + torch.multinomial(torch.tensor([2.0, 2, 2, 2, 2, 8, 8]), 1200, True, generator=generator)
+    shown = in_turn(labels, 256, groups)
+    counts = groups[shown].bincount(minlength=56)
+    assert counts.min() >= 4 and counts.max() <= 5, "32 photographs of each class, from its seven items in turn"
+    assert in_turn(labels, 1200, groups).sort().values.tolist() == list(range(1200))
+
+
+def test_wrong_labels_of_a_few_items_a_class_are_told_whatever_the_number_of_photographs():
+    """Nine classes with six items, of which three have most photographs, and so most of any 256."""
+    generator = torch.Generator().manual_seed(1)
+    owners = torch.arange(54) % 9
+    shown = torch.randn(9, 40, generator=generator)[owners] + torch.randn(54, 40, generator=generator)
+    given = owners.clone()
+    given[:3] = (owners[:3] + 1) % 9
+    items = torch.arange(54).repeat_interleave(torch.tensor([60] * 27 + [3] * 27))
+    frames = shown[items] + 0.2 * torch.randn(len(items), 40, generator=generator)
+    classifier = make_classifier("bayes", 40, 30.0)
+    names = [f"class {n}" for n in range(9)]
+    classifier.add_classes(names, F.normalize(frames, dim=1), given[items], groups=items)
+    share, low, high = classifier.wrong_labels
+    assert low <= 3 / 54 <= high < 0.5 and share < 0.2

@@ -65,12 +65,13 @@ class Doubtful(NamedTuple):
 
 
 STRIP = 8  # thumbnails shown for each class
+STRIPS, VIEWED = 5, 6  # strips of photographs that look alike, and photographs in each
 PAIRS = 100  # duplicates shown on the page
 DOUBTFUL = 10  # doubtful labels shown
 DOUBTS = "images that look like another class (the label may be wrong, or the picture unusual):"
 VIEWS = (
-    "many photographs look like one another; if they show the same items, give their groups (--group): the other "
-    "views of an item with a wrong label speak for it"
+    "many photographs look like one another; if they show the same items, give their groups (--group): without them, "
+    "the other views of an item make its wrong label look right, and no share of wrong labels can be relied on"
 )
 FEW_ITEMS = "too few items to say how many labels are wrong"
 NO_DOUBTS = "no image looks more like another class than like its own"
@@ -121,17 +122,24 @@ def check(
     tiny, words = _tiny(parts, inventory.pictures), message_stream(page, csv)
     name = data.rpartition("/")[2] if data.startswith("hf:") else Path(data).resolve().name
     small = ["", f"narrower than {SMALL} pixels: {counted(len(tiny), 'image')}"] if tiny else []
-    print("\n".join([inventory.format(), *small]), file=words)
+    from dulbe_peft.photos.data.grouping import bursts_of
+
+    alike, views = ("", []) if train.groups is not None else bursts_of(parts)
+    print("\n".join([*([alike, ""] if alike else []), inventory.format(), *small]), file=words)
     doubtful: list[Doubtful] = []
     reliability: list[str] = []
     if learner is not None:
-        doubtful, reliability = _doubtful(parts, learner, inventory.group_names)
+        doubtful, reliability, looking = _doubtful(parts, learner, inventory.group_names)
+        if looking:
+            alike, views = VIEWS, looking
+            print(f"\n{VIEWS}", file=words)
         doubts = [f"  {printable(found.name)}: {found.why}" for found in doubtful[:DOUBTFUL]]
         if len(doubtful) > DOUBTFUL:
             doubts.append(f"  ... and {len(doubtful) - DOUBTFUL} more, which --csv FILE lists")
         print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts, *reliability]), file=words)
     if page is not None:
         content = {"name": name, "inventory": inventory, "problems": [*inventory.problems(), *small]}
+        content |= {"alike": alike, "views": [of[:VIEWED] for of in views[:STRIPS]]}
         by_harm = sorted(inventory.duplicates, key=lambda pair: pair.first.split == pair.second.split)  # leaks first
         shown = {
             "pairs": by_harm[:PAIRS],
@@ -173,7 +181,8 @@ def _write_page(path: Path, parts: Mapping[str, LabelledImages], content: dict[s
         some = places[np.linspace(0, len(places) - 1, min(STRIP, len(places)), dtype=int)]
         strips.append((name, len(places), [picture(train, int(index)) for index in some]))
     shown = {"strips": strips, "printable": printable}
-    pictured = {"picture": lambda image: picture(parts[image.split], image.place)}
+    views = [[picture(parts[split], index) for split, index in of] for of in content["views"]]  # type: ignore[attr-defined]
+    pictured = {"picture": lambda image: picture(parts[image.split], image.place), "views": views}
     write_page(path, "check.html", content | shown | pictured)
 
 
@@ -195,12 +204,12 @@ def _findings(inventory: Inventory, doubtful: list[Doubtful]) -> Iterator[list[s
 
 def _doubtful(
     parts: Mapping[str, LabelledImages], learner: ClassIncrementalLearner, group_names: Mapping[int, str]
-) -> tuple[list[Doubtful], list[str]]:
-    """Return the items or images with doubtful labels, and lines on labels and names."""
+) -> tuple[list[Doubtful], list[str], list[list[tuple[str, int]]]]:
+    """Return the items or images with doubtful labels, lines on labels and names, and photographs that look alike."""
     import numpy as np
     import torch
 
-    from dulbe_peft.classifiers.groups import MANY_ALIKE, share_alike
+    from dulbe_peft.classifiers.groups import MANY_ALIKE, examples_alike, share_alike
     from dulbe_peft.photos.data.inventory import Found
     from dulbe_peft.photos.doubtful_labels import doubtful_labels, items_of, try_swapped_labels, wrong_labels
     from dulbe_peft.training.state import about_names
@@ -224,8 +233,9 @@ def _doubtful(
         why = f"{views} like {printable(other)!r}, not like {printable(label)!r} (probability {doubt.own:.1%})"
         rows.append(Doubtful(images, named or images[0].name, why, other, f"{doubt.probability:.4f}"))
     wrong, misnamed = wrong_labels(*given, alone)
-    rows_alike = alone is None and share_alike(torch.from_numpy(features), torch.from_numpy(labels)) > MANY_ALIKE
-    lines = [VIEWS] * rows_alike
+    shown, lines = (torch.from_numpy(features), torch.from_numpy(labels)), list[str]()
+    many = alone is None and share_alike(*shown) > MANY_ALIKE
+    looking = [[places[row] for row in of] for of in examples_alike(*shown, STRIPS, VIEWED)] if many else []
     if alone is not None:
         items = {*items_of(labels, alone)}
         lines.append(
@@ -237,7 +247,8 @@ def _doubtful(
     elif alone is not None:
         lines.append(FEW_ITEMS)
     lines += [about_names([names[label] for label in misnamed])] if misnamed else []
-    return rows, [*lines, *_reliability(try_swapped_labels(*given, alone), unit)]
+    lines += _reliability(try_swapped_labels(*given, alone), unit)
+    return rows, lines, [[(split, at) for split, _, at in of] for of in looking]
 
 
 def _expected(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dulbe_peft.classifiers.groups import MANY_ALIKE
 from dulbe_peft.data.columns import NO_VALUE, clock
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.images import LabelledImages
@@ -20,6 +21,7 @@ DEPLOYMENT = "deploymentID"  # Camtrap DP's column of a camera's stay at a place
 # A camera takes up to ten photographs when it is triggered. So a burst of one trigger lasts at most nine times as long
 # as the time between two photographs, and fewer than ten photographs may well be a single burst.
 BURST = 10
+MINUTE = 60.0  # seconds; photographs that were taken this close together may well show the same
 FOLDER = "folder"  # groups are the folders in which the files are
 
 
@@ -72,6 +74,31 @@ def group_names(
         return {split: _keys(images, group) for split, images in parts.items()}
     apart = {split: _places(images) if group is None else _keys(images, group) for split, images in parts.items()}
     return _bursts(times, apart, seconds)
+
+
+def bursts_of(parts: Parts) -> tuple[str, list[list[tuple[str, int]]]]:
+    """Return a sentence, and the largest bursts, if many photographs were taken within a minute of another one.
+
+    Only photographs of the same class and place are compared. A burst is a list of splits and indices. Return "" and
+    no bursts if at most a share of `MANY_ALIKE` of the photographs are in bursts.
+    """
+    bursts: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
+    times = {split: times_taken(images) for split, images in parts.items()}
+    keys = _bursts(times, {split: _places(images) for split, images in parts.items()}, MINUTE)
+    for split, of in keys.items():
+        for index, (key, label) in enumerate(zip(of, parts[split].labels.tolist(), strict=True)):
+            if key is not None:
+                bursts[key, label].append((split, index))
+    several = sorted((of for of in bursts.values() if len(of) > 1), key=len, reverse=True)
+    together, total = sum(map(len, several)), sum(map(len, parts.values()))
+    if together <= MANY_ALIKE * total:
+        return "", []
+    words = (
+        f"{together} of {counted(total, 'photograph')} were taken within {MINUTE:g} seconds of another one of their "
+        "class and place; if these show the same items or animals, give their groups "
+        f"(--group-seconds {MINUTE:g} or --group)"
+    )
+    return words, several
 
 
 class Unlabelled(NamedTuple):

@@ -121,10 +121,11 @@ def write_examples(
             if kind != "mistakes":
                 continue
             near, same = neighbours.nearest.get((row.task, row.position)), items.get(_item(row), [row])
+            others = [other for other in same if other is not row][:VIEWS]
             views = [
-                {"file": name, "image": _escaped(other.image), "class": other.true}
-                for place, other in enumerate([other for other in same if other is not row][:VIEWS], 1)
-                if keep(opened[other.task - 1], other.position, name := f"view-{number:02d}-{place}.jpg")
+                {"file": shown_as, "image": _escaped(other.image), "class": other.true}
+                for place, other in enumerate(others, 1)
+                if keep(opened[other.task - 1], other.position, shown_as := f"view-{number:02d}-{place}.jpg")
             ]
             mistaken = sum(not other.right for other in same)
             index[kind][-1] |= {"views": views, "photographs": len(same), "mistaken": mistaken}

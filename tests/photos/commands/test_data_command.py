@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lives import content
-from PIL import Image, ImageEnhance
+from PIL import ExifTags, Image, ImageEnhance
 from sklearn.model_selection import StratifiedKFold, cross_val_predict
 
 from dulbe_peft.data import images
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.registry import demo_model_folder
-from dulbe_peft.photos.commands.check import _expected, _reliability
+from dulbe_peft.photos.commands.check import STRIPS, VIEWED, VIEWS, _expected, _reliability
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.data.inventory import Inventory
 from dulbe_peft.photos.data.looking import NEAR, SIDE, find_duplicates, look_at
@@ -317,6 +317,48 @@ def test_check_lists_items_with_a_wrong_label_first(digit_folders, tmp_path, cap
     assert "two/MK-3-one" in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("every", [2, 5])
+def test_check_shows_photographs_of_the_same_minute_first(tmp_path, capsys, every):
+    """Of each class, every second or fifth photograph was taken a second after another one."""
+    page = tmp_path / "page.html"
+    for number in range(40):
+        exif, pair = Image.Exif(), number % every == 1
+        minute = 10 * (number % 20 - pair)
+        exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.DateTimeOriginal] = (
+            f"2026:05:0{1 + number // 20} {minute // 60:02d}:{minute % 60:02d}:{int(pair):02d}"
+        )
+        (tmp_path / "photos" / "ab"[number // 20]).mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 255, (12, 12, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "photos" / "ab"[number // 20] / f"{number:02d}.jpg", exif=exif)
+    assert main(["check", str(tmp_path / "photos"), "--page", str(page)]) == 0
+    said, shown = capsys.readouterr().out, page.read_text(encoding="utf-8")
+    words = "40 of 40 photographs were taken within 60 seconds of another one of their class and place; if these show "
+    words += "the same items or animals, give their groups (--group-seconds 60 or --group)"
+    assert said.startswith(f"{words}\n\nclass ") == (words in shown) == (every == 2)
+    if every == 2:
+        assert shown[: shown.index("<h2")].count("data:image/jpeg") == 2 * STRIPS, "five pairs"
+        assert main(["check", str(tmp_path / "photos"), "--group-seconds", "60"]) == 0
+        assert "within 60 seconds" not in capsys.readouterr().out, "their groups are known"
+
+
+def test_check_shows_photographs_that_look_alike_before_any_share(digit_folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
+    folder, page = tmp_path / "photos", tmp_path / "page.html"
+    for file in digit_folders(3, 5, 0).rglob("train/*/*.png"):
+        (folder / file.parent.name).mkdir(parents=True, exist_ok=True)
+        with Image.open(file) as image:
+            for turn in range(4):
+                image.rotate(turn).save(folder / file.parent.name / f"{file.stem}-{turn}.png")
+    command = ["check", str(folder), "--check-labels", "--model", str(demo_model_folder()), "--device", "cpu"]
+    assert main([*command, "--page", str(page)]) == 0
+    said, shown = capsys.readouterr().out, html.unescape(page.read_text(encoding="utf-8"))
+    assert said.index(VIEWS) < said.index("labels look wrong (")
+    first = shown[: shown.index("<h2")]
+    assert f"{VIEWS[0].upper()}{VIEWS[1:]}" in first and first.count("data:image/jpeg") == 3 * VIEWED
+    assert main([*command, "--group", "/([0-9]+)-", "--page", str(page), "--overwrite"]) == 0
+    assert VIEWS not in capsys.readouterr().out
+
+
 def test_check_lists_and_shows_doubtful_labels(digit_folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
     doubted = shutil.copytree(digit_folders(4, 12, 4), tmp_path / "photos")
@@ -333,11 +375,7 @@ def test_check_lists_and_shows_doubtful_labels(digit_folders, tmp_path, capsys, 
         ("test", rf"{doubted}/test/zero/y\x1b.png", "looks like another class"),
     }
     said = capsys.readouterr().out
-    lines = (
-        said[said.index("look like another class") :]
-        .split("\nmany photographs look like one another; ")[0]
-        .splitlines()[1:]
-    )
+    lines = said[said.index("look like another class (") :].partition("\nabout ")[0].splitlines()[1:]
     assert 2 <= len(lines) <= 10
     assert re.search(r"\nabout [0-9.]+ % of the labels look wrong \([0-9.]+ to [0-9.]+ %\)\n", said)
     assert f"\nof the first {len(lines)} images, about " in said
