@@ -102,7 +102,7 @@ def add_weighted_adapter(
         if combination_type == "svd":
             rank = svd_rank or max(len(part[name].down) for part in parts)
             total[name] = best_of_rank(total[name], rank, name)[0]
-    config = replace(configs[adapters[0]], history_rank=0, history_pattern={})
+    config = replace(configs[adapters[0]], history_rank=0, history_pattern={}, init_weights=True)
     text_ranks = [len(factors.down) for name, factors in total.items() if in_text_tower(name)]
     if text_ranks:  # all text layers have the same rank
         config = replace(config, text_rank=text_ranks[0], text_alpha=float(text_ranks[0]))
@@ -119,3 +119,4 @@ def add_weighted_adapter(
         else:
             layer.dulbe_text_A[adapter_name].data.copy_(factors.down)
             layer.dulbe_text_B[adapter_name].data.copy_(factors.up)
+    tuner.save_first_beginning(adapter_name)  # its history is the sum

@@ -62,8 +62,8 @@ class DualModeLoraModel(BaseTuner):
             raise ValueError(
                 f"the model already has the adapter {adapter_name!r}: unload() it, or choose another name"
             )
+        self._beginnings: dict[str, Beginning] = {}  # before PEFT's `__init__`, which injects the first adapter
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
-        self._beginnings = {adapter_name: self._first_beginning(adapter_name)}
         self._in_previous_task = False  # whether a block has replaced `modules_to_save`
         if isinstance(peft_config, dict):  # from a `PeftModel`; `inject_adapter_in_model` passes one configuration
             extend_owner(self)
@@ -83,13 +83,13 @@ class DualModeLoraModel(BaseTuner):
         tower = tower_of(type_of(model))
         check_tower(config, model, tower)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
-        if "_beginnings" in self.__dict__:  # set after PEFT's `__init__`, which injects the first adapter
-            self._beginnings[adapter_name] = self._first_beginning(adapter_name)
+        self.save_first_beginning(adapter_name)
         warn_of_another_base(config, model)
 
-    def _first_beginning(self, adapter: str) -> Beginning:
+    def save_first_beginning(self, adapter: str) -> None:
+        """Copy what the first task of a new adapter changes, for `keep_share` to use later."""
         planned = not cast(DualModeLoraConfig, self.peft_config[adapter]).init_weights
-        return Beginning(planned, layers=self._copied_layers(adapter))
+        self._beginnings[adapter] = Beginning(planned, layers=self._copied_layers(adapter))
 
     def _copied_layers(self, adapter: str) -> dict[str, Any]:
         return {name: layer.copied(adapter) for name, layer in layers_of(self.model, adapter).items()}

@@ -87,9 +87,10 @@ def test_rank_pattern_sets_the_residual_rank_of_single_layers(tiny_clip, tmp_pat
     torch.testing.assert_close(native(tiny_clip(), tmp_path), expected, atol=5e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("init_weights", [True, False])
 @pytest.mark.parametrize("kind", ["cat", "svd"])
-def test_weighted_adapter_equals_weighted_sum_of_updates(tiny_clip, tmp_path, kind):
-    model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)), 2)
+def test_weighted_adapter_equals_weighted_sum_of_updates(tiny_clip, tmp_path, kind, init_weights):
+    model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG, init_weights=init_weights)), 2)
     model.add_adapter("second", DualModeLoraConfig(**CONFIG | {"residual_rank": 1}, text_rank=3))
     model.set_adapter("second")
     randomise(parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -106,6 +107,9 @@ def test_weighted_adapter_equals_weighted_sum_of_updates(tiny_clip, tmp_path, ki
     loaded = PeftModel.from_pretrained(tiny_clip(), tmp_path / "sum")
     assert torch.equal(image_features(loaded), image_features(model))
     assert torch.equal(text_features(loaded), text_features(model))
+    kept = image_features(model)
+    model.keep_share(0.25)  # of what was trained since the adapter was made, which is nothing
+    torch.testing.assert_close(image_features(model), kept, atol=1e-6, rtol=1e-5)
 
 
 def test_adapters_that_cannot_be_summed_are_refused(tiny_clip):
