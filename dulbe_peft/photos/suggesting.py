@@ -45,7 +45,7 @@ class Suggestion:
 
 
 class Fresh(NamedTuple):
-    """Photographs that were not learned.
+    """Photographs that were not learned, perhaps followed by those that were.
 
     Attributes:
         images: The photographs.
@@ -53,6 +53,7 @@ class Fresh(NamedTuple):
         lines: What was left out, and why.
         labelled: Groups with a label.
         groups: The name of each photograph's group, or ""; empty without groups.
+        new: The number of photographs that were not learned.
     """
 
     images: LabelledImages
@@ -60,14 +61,20 @@ class Fresh(NamedTuple):
     lines: list[str]
     labelled: frozenset[int]
     groups: list[str]
+    new: int
 
 
 def new_photographs(
-    learner: Any, photos: Sequence[str], group: str | None = None, group_seconds: float | None = None
+    learner: Any,
+    photos: Sequence[str],
+    group: str | None = None,
+    group_seconds: float | None = None,
+    learned_too: bool = False,
 ) -> Fresh:
     """Return the readable photographs that were not learned; see `splits.grouped` for `group` and `group_seconds`.
 
-    A group has a label if a learned photograph, in `photos` or elsewhere, belongs to it.
+    A group has a label if a learned photograph, in `photos` or elsewhere, belongs to it. With `learned_too`, the
+    learned photographs follow.
     """
     from dulbe_peft.photos.data.grouping import grouped_photographs
 
@@ -85,6 +92,9 @@ def new_photographs(
             for number, content in zip(images.groups.tolist(), images.contents(), strict=True)
             if content in learned
         }
+    new = len(rows)
+    if learned_too:
+        rows = rows + _different(images, repeated.pop("learned before", []))
     lines = [f"left out: {counted(len(which), 'photograph')} {reason}" for reason, which in repeated.items()]
     features, problems = learner.readable_embeds(images.at(rows))
     unreadable = [(Found("", row, images.item_name(rows[row]), ""), why) for row, why in problems.items()]
@@ -94,7 +104,13 @@ def new_photographs(
         raise ValueError("\n".join(["no readable photograph is left that was not learned", *lines]))
     chosen = [rows[row] for row in readable]
     groups = [names[row] or "" for row in chosen] if names else []
-    return Fresh(images.at(chosen), features[readable], lines, labelled, groups)
+    new = sum(row < new for row in readable)
+    return Fresh(images.at(chosen), features[readable], lines, labelled, groups, new)
+
+
+def _different(images: LabelledImages, rows: list[int]) -> list[int]:
+    """Return the first of the rows with each content."""
+    return [*dict(zip(reversed(images.at(rows).contents()), reversed(rows), strict=True)).values()][::-1]
 
 
 @torch.no_grad()

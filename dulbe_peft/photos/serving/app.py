@@ -8,9 +8,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import count
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, cast
 
 from dulbe_peft.arguments import Query
@@ -20,6 +22,7 @@ from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import NONE, class_key
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.learner import ClassIncrementalLearner
+from dulbe_peft.photos.serving.gallery import correct, listed
 from dulbe_peft.photos.serving.label_table import LABELS_FILE, Label, LabelTable
 from dulbe_peft.photos.serving.labelling import FEW, Labelling, jpeg, known_spelling
 from dulbe_peft.streams.progress import renamed_classes
@@ -48,7 +51,8 @@ class Change:
     photo: int | None = None  # the photograph of the folder that was labelled, if the change is a label
     waits: bool = False  # whether a label has not been learned yet
     none: bool = False  # whether the label is "none of these", which is not learned
-    labels: dict[bytes, Label] | None = None  # the table before a change that is no label
+    labels: dict[bytes, Label] | None = None  # the table before the change; None: that without this label
+    number: int = field(default_factory=count(1).__next__)
 
 
 class App:
@@ -71,10 +75,13 @@ class App:
         self.labelling = None if photographs is None else Labelling(learner, photographs, self.table, *given)
         self.saved_state = learner.state
         self.lost: list[int] = []  # labelled photographs that could not be learned, because their files are gone
-        labels = {} if self.labelling is None else self.labelling.labels
-        self.changes = [
-            Change(f"the label {name}", learner.state, place, waits=True) for place, name in labels.items()
-        ]
+        self.changes = list[Change]()
+        self.begun = token_hex(8)  # tells requests of a page that an earlier server sent
+        if self.labelling is not None:
+            learned, places = learner.state.known.class_of(), self.labelling.places
+            for key, label in self.table.labels.items():
+                if key in places and key not in learned:
+                    self.remember(f"the label {label.name}" if label.name else NONE, None, places[key], label.name)
         self.notes = self._differing()  # sentences for the person who starts the server
         self.lock = threading.Lock()
         if self.output is not None and self.labelling is not None and not Path(self.output).exists():
@@ -83,7 +90,10 @@ class App:
     @property
     def waiting(self) -> list[int]:
         """Return the photographs whose labels have not been learned yet."""
-        return [change.photo for change in self.changes if change.photo is not None and change.waits]
+        if self.labelling is None:
+            return []
+        learned = self.learner.state.known.class_of()
+        return [place for place in self.labelling.labels if self.labelling.content[place] not in learned]
 
     @property
     def unsaved(self) -> bool:
@@ -97,11 +107,11 @@ class App:
             ValueError: If no class of `only` is left.
         """
         now, fields = renamed_classes(self.learner.state.updates[self.start :]), dict(self.answers)
-        for field, given in self.answers.items():
+        for asked, given in self.answers.items():
             groups = given if isinstance(given, dict) else dict.fromkeys(given or ())
             left = {now.get(name, name): group for name, group in groups.items()}
             left = {name: group for name, group in left.items() if name in self.learner.class_names}
-            fields[field] = None if given is None else left if isinstance(given, dict) else tuple(left)
+            fields[asked] = None if given is None else left if isinstance(given, dict) else tuple(left)
         if fields.get("only") == ():
             raise ValueError("no class that is possible would be left: start the server without --only")
         return fields
@@ -116,6 +126,8 @@ class App:
             "doubt": state.doubt or state.estimates.doubt,
             "teachable": not state.strategy.adapts,
             "undo": self.changes[-1].words if self.changes else None,
+            "last": self._last(),
+            "server": self.begun,
             "output": None if self.output is None else str(self.output),
             "unsaved": self.unsaved,
             "most_bytes": MOST_BYTES,
@@ -166,10 +178,7 @@ class App:
 
         class_of = state.known.class_of()
         previous = Counter(class_of[content or b""] for content in moved)
-        counts = state.image_counts()
-        emptied = [other for other, number in previous.items() if counts[other] == number]
-        if len(emptied) == len(self.learner.class_names):
-            raise ValueError(f"{emptied[0]!r} is the only class and would have no image left: rename it instead")
+        emptied = self.emptied(previous)
 
         def learn() -> None:
             stays = [files[row] for content, row in moved.items() if class_of[content or b""] not in emptied]
@@ -180,10 +189,18 @@ class App:
             (self.learner.update_classes if known else self.learner.learn_task)(given.at([*rows, *moved.values()]))
 
         self.change(learn)
-        self.changes.append(Change(f"{counted(len(rows) + len(moved), 'image')} of {name}", state, labels=labels))
+        self.remember(f"{counted(len(rows) + len(moved), 'image')} of {name}", labels, state=state)
         self.trim()
         parts = [f"learned: {name}"] + [f"no longer: {', '.join(sorted(previous))}"] * bool(previous)
         return self.facts() | {"said": "; ".join(parts + [f"left out: {why}"] * bool(why))}
+
+    def emptied(self, leaving: Counter[str]) -> list[str]:
+        """Return the classes that have no image left without these numbers of theirs. Refuse to empty all classes."""
+        counts = self.learner.state.image_counts()
+        emptied = [name for name, number in leaving.items() if counts[name] == number]
+        if len(emptied) == len(self.learner.class_names):
+            raise ValueError(f"{emptied[0]!r} is the only class and would have no image left: rename it instead")
+        return emptied
 
     def class_of(self, request: dict[str, object]) -> str:
         """Return the class of a request, in the spelling that is known if there is one. Refuse an invalid name."""
@@ -230,8 +247,10 @@ class App:
             self.table.rename({old: new})
 
         self.change(change)
-        self.changes.append(Change(words, state, labels=labels))
+        self.remember(words, labels, state=state)
         self.trim()
+        if self.labelling is not None:
+            self.labelling.follow()
         return self.facts() | {"said": words}
 
     def label(self, request: dict[str, object]) -> dict[str, object]:
@@ -240,26 +259,51 @@ class App:
         if request.get("ask") and (question := self.question(name)):
             return self.facts() | {"ask": question}
         self.table.check()
-        labelling.add_label(photo, name)
-        self.changes.append(Change(f"the label {name}", self.learner.state, photo, waits=True))
-        with self._kept(photo):
-            if len(self.waiting) - len(self.lost) >= FEW:
-                self.finish()
+        with self.kept():
+            labelling.add_label(photo, name)
+            self.remember(f"the label {name}", None, photo, name)
+            self.table.write()
+            self.learn_if_enough()
         self.trim()
         return self.facts() | {"said": f"{name}, {len(labelling.labels)} labelled"}
 
+    def remember(
+        self,
+        words: str,
+        labels: dict[bytes, Label] | None = None,
+        photo: int | None = None,
+        name: str | None = None,
+        state: LearnerState | None = None,
+    ) -> None:
+        """Let the last change be undone, which is a label if it has a `name`. `labels` and `state` were before it."""
+        label = {"photo": photo, "waits": bool(name), "none": name == ""}
+        self.changes.append(Change(words, state or self.learner.state, labels=labels, **label))
+
+    def learn_if_enough(self) -> None:
+        """Learn the labels that wait if they are enough."""
+        if len(self.waiting) - len(self.lost) >= FEW:
+            self.finish()
+
     @contextmanager
-    def _kept(self, photo: int) -> Iterator[None]:
-        """Write the last change, a label, to the table and run the block. After an error, take the label back."""
+    def kept(self) -> Iterator[None]:
+        """Run the block. After an error, labels and changes are as before, and so is the table."""
+        work, labels, changes = self.photographs(), dict(self.table.labels), list(self.changes)
+        left, skipped = list(work.left), list(work.skipped)
         try:
-            self.table.write()
             yield
         except BaseException:
-            self.changes.pop()
-            self.photographs().undo_label(photo)
+            self.table.labels, self.changes, work.left, work.skipped = labels, changes, left, skipped
             with suppress(OSError, CheckpointError):  # the first error is the one to report
                 self.table.write()
             raise
+
+    def look(self, request: dict[str, object]) -> dict[str, object]:
+        """Return the photographs of a list, see `gallery.listed`."""
+        return listed(self.photographs(), request)
+
+    def correct(self, request: dict[str, object]) -> dict[str, object]:
+        """Give a photograph of the list another label, or take its label away, see `gallery.correct`."""
+        return correct(self, request)
 
     def question(self, name: str) -> str:
         """Return what to ask a person before a new class is made, or "" if the class is known."""
@@ -278,11 +322,12 @@ class App:
         """Record that a photograph belongs to no class, so that it is not shown again."""
         photo = cast(int, request.get("photo"))  # `dismiss` checks it
         self.table.check()
-        self.photographs().dismiss(photo)
-        self.changes.append(Change("none of these", self.learner.state, photo, none=True))
-        with self._kept(photo):
-            self.trim()
-        return self.facts() | {"said": "none of these"}
+        with self.kept():
+            self.photographs().dismiss(photo)
+            self.remember(NONE, None, photo, "")
+            self.table.write()
+        self.trim()
+        return self.facts() | {"said": NONE}
 
     def photographs(self) -> Labelling:
         """Return the photographs to label. Raise a ValueError if there are none."""
@@ -308,27 +353,40 @@ class App:
         return [self.photographs().images.item_name(place) for place in self.lost]
 
     def undo(self, request: dict[str, object]) -> dict[str, object]:
-        """Undo the last change. If it was a label, the labels that were learned together with it wait again."""
+        """Undo the last change. If it was a label, the labels that were learned together with it wait again.
+
+        A request that names another change as the `last` comes from a page that has not seen the last one.
+        """
         if not self.changes:
             raise ValueError("there is nothing to undo")
         self.table.check()
         last = self.changes[-1]
+        if request.get("last", last.number) != last.number:
+            raise ValueError(f"the last change is another one now, {last.words}: reload the page")
         labels = dict(self.table.labels if last.labels is None else last.labels)
-        if last.photo is not None:
+        if last.labels is None and last.photo is not None:
             labels.pop(self.photographs().content[last.photo], None)
         if last.waits or last.none:
             self.table.write(labels)
         else:
             self.change(lambda: self.learner.use_state(last.state), labels)
         self.changes.pop()
-        if last.photo is not None:
-            self.photographs().undo_label(last.photo)
-            self.lost = [place for place in self.lost if place != last.photo]
-            if not last.waits and not last.none:
-                for change in self.changes:
-                    if change.state is last.state and change.photo is not None and not change.none:
-                        change.waits = True
+        if last.photo is not None and not last.waits and not last.none:
+            for change in self.changes:
+                if change.state is last.state and change.photo is not None and not change.none:
+                    change.waits = True
+        if self.labelling is not None:
+            self.labelling.follow()
+            self.lost = [place for place in self.lost if place in self.waiting]
         return self.facts() | {"said": f"undone: {last.words}"}
+
+    def _last(self) -> dict[str, object] | None:
+        """Return the number of the last change, and its photograph if it is a label."""
+        if not self.changes:
+            return None
+        last = self.changes[-1]
+        name = "" if last.photo is None else Path(self.photographs().images.item_name(last.photo)).name
+        return {"number": last.number, "photograph": name}
 
     def change(self, make: Callable[[], object], given: dict[bytes, Label] | None = None) -> None:
         """Make a change and save it, and the labels with it. After an error, the learner is as before.
@@ -382,7 +440,7 @@ class App:
         if not found:
             return []
         what = f"in {self.table.file}, {counted(len(found), 'label')} not used: {found[0]}"
-        return [f"{what}; correct the photographs on the page, under “Teach it”"]
+        return [f"{what}; correct the photographs in the list on the page"]
 
     def trim(self) -> None:
         """Drop the oldest changes if there are more than undo keeps."""

@@ -3,6 +3,7 @@
 import io
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,21 @@ SHOWN_SIDE = 1024  # pixels of a picture on the page
 FEW = 5  # labels that are learned together
 NEXT = 10  # photographs that are ranked after that
 SHOWN = 5  # proposed classes, each with a key
+AT_ONCE = 1024  # photographs that are classified at once
 
 
 class Labelling:
-    """The photographs of a folder that the learner has not learned yet, the most useful first.
+    """The photographs of a folder, and those of them to label, the most useful first.
 
     Labels that `table` has already, from an earlier start of the server, count as given: a photograph with a class
-    waits to be learned, and one of no class is not shown.
+    waits to be learned, and one of no class is not asked for.
+
+    Attributes:
+        images: The photographs of the folder that can be read.
+        features: (n, d).
+        content: The SHA-256 of each photograph's bytes.
+        places: A photograph's number by its content.
+        left: The numbers of photographs without a label, in the order in which they are asked for.
     """
 
     def __init__(
@@ -38,22 +47,39 @@ class Labelling:
         group_seconds: float | None = None,
         only: Callable[[], tuple[str, ...] | None] = lambda: None,
     ) -> None:
-        self.learner, self.table = learner, table
+        self.learner, self.table, self.folder = learner, table, str(folder)
         self.only = only  # returns the classes that are proposed now; None: all
-        fresh = new_photographs(learner, [str(folder)], group, group_seconds)
-        self.images, self.features, self.left_out, self.labelled, _ = fresh
+        fresh = new_photographs(learner, [str(folder)], group, group_seconds, learned_too=True)
+        self.images, self.features, self.left_out, self.labelled = fresh[:4]
         self.content = [content or b"" for content in self.images.contents()]
-        places = {key: place for place, key in enumerate(self.content)}
-        given = {places[key]: label for key, label in table.labels.items() if key in places}  # in the table's order
-        known, self.labels = {class_key(name): name for name in learner.class_names}, dict[int, str]()
-        for place, label in given.items():
-            if label.name:
+        self.places = {key: place for place, key in enumerate(self.content)}
+        known = {class_key(name): name for name in learner.class_names}
+        for key, label in table.labels.items():
+            if label.name and key in self.places:
                 (name,) = check_class_names([label.name])
-                self.labels[place] = known.setdefault(class_key(name), name)
-        self.none = [place for place, label in given.items() if not label.name]  # belong to no class
-        self.left = [place for place in range(len(self.images)) if place not in given]
+                table.labels[key] = replace(label, name=known.setdefault(class_key(name), name))
+        self._best: Any = None  # see `best_answers`
+        self.left = list[int]()
         self.skipped: list[int] = []  # shown last
+        self.follow()
         self.sort()
+
+    @property
+    def labels(self) -> dict[int, str]:
+        """The class of each labelled photograph of the folder, in the order of the labels."""
+        given = self.table.labels.items()
+        return {self.places[key]: label.name for key, label in given if label.name and key in self.places}
+
+    @property
+    def none(self) -> list[int]:
+        """The photographs of the folder that belong to no class."""
+        return [self.places[key] for key, label in self.table.labels.items() if not label.name and key in self.places]
+
+    def follow(self) -> None:
+        """Ask for those photographs that have no label now, first for those that had one."""
+        known = {*self.learner.state.known.class_of(), *self.table.labels}
+        without = {place for place, key in enumerate(self.content) if key not in known}
+        self.left = [*sorted(without.difference(self.left)), *(place for place in self.left if place in without)]
 
     def sort(self) -> None:
         """Put the most useful photographs first, and skipped photographs last."""
@@ -83,18 +109,26 @@ class Labelling:
         shown = {"name": self.images.item_name(place), "reason": self.reasons.get(place, ""), "best": proposed}
         return counts | {"photo": place, "after": after[:1]} | shown
 
+    def best_answers(self) -> tuple[tuple[str, ...], list[float], list[int]]:
+        """Return the learner's classes, and for each photograph the probability and the number of the best one."""
+        key = self.learner.state, self.only()
+        if self._best is None or self._best[0][0] is not key[0] or self._best[0][1] != key[1]:
+            answers = Answers(self.learner.classifier, Query(only=key[1]))
+            parts = [answers.probabilities(rows).max(dim=1) for rows in self.features.split(AT_ONCE)]
+            shares, labels = ([x for part in parts for x in part[which].tolist()] for which in (0, 1))
+            self._best = key, (answers.names, shares, labels)
+        return self._best[1]
+
     def add_label(self, place: Any, name: str) -> None:
         """Label a photograph. After an error, it is still the photograph to label."""
-        self._check(place)
-        (content,) = self.images.at([place]).contents()
-        learned = self.learner.state.known.class_of().get(content or b"")
+        self._check(place, unchanged=True)
+        learned = self.learner.state.known.class_of().get(self.content[place])
         if learned is not None:
             raise ValueError(
-                f"this photograph was learned as {learned!r} in the meantime: skip it, or move it under “Teach it”"
+                f"this photograph was learned as {learned!r} in the meantime: skip it, or correct it in the list"
             )
         self.left.remove(place)
-        self.labels[place] = name
-        self._note(place, name)
+        self.note(self.content[place], name)
 
     def skip(self, place: Any) -> None:
         """Move a photograph to the end."""
@@ -105,38 +139,39 @@ class Labelling:
 
     def dismiss(self, place: Any) -> None:
         """Record that a photograph belongs to no class. It is not shown again, and its label in the table is empty."""
-        self._check(place)
+        self._check(place, unchanged=True)
         self.left.remove(place)
-        self.none.append(place)
-        self._note(place, "")
+        self.note(self.content[place], "")
 
-    def undo_label(self, place: Any) -> None:
-        """Remove the label, or "none of these", of a photograph, and show the photograph next."""
-        if place in self.none:
-            self.none.remove(place)
-        else:
-            del self.labels[place]
-        self.table.labels.pop(self.content[place], None)
-        self.left.insert(0, place)
+    def path(self, key: bytes) -> str:
+        """Return the absolute path of a photograph of the folder, or else the one that the table has."""
+        place = self.places.get(key)
+        return self.table.labels[key].path if place is None else os.path.abspath(self.images.item_name(place))
 
-    def _note(self, place: int, name: str) -> None:
-        self.table.labels.pop(self.content[place], None)  # so that the table is in the order of the labels
-        self.table.labels[self.content[place]] = Label(os.path.abspath(self.images.item_name(place)), name)
+    def note(self, key: bytes, name: str) -> None:
+        """Write the label of a photograph, by its content, at the end of the table."""
+        label = Label(self.path(key), name)
+        self.table.labels.pop(key, None)  # so that the table is in the order of the labels
+        self.table.labels[key] = label
 
-    def _check(self, place: object) -> None:
+    def _check(self, place: object, unchanged: bool = False) -> None:
         if type(place) is not int or place not in self.left:  # True and 1.0 are equal to 1
             raise ValueError(f"photograph {place!r} is no longer to be labelled: reload the page")
+        if unchanged and self.lost([place]):  # the page may have shown another photograph under this name
+            name = self.images.item_name(place)
+            raise ValueError(f"{name} was changed, moved or deleted since the server was started: skip it")
 
     def learn(self, places: list[int]) -> None:
         """Teach the learner the labels of some photographs. Classes that are new to it become one further task."""
-        known, names = self.learner.class_names, dict.fromkeys(self.labels[place] for place in places)
+        labels, known = self.labels, self.learner.class_names
+        names = dict.fromkeys(labels[place] for place in places)
         for learn, classes in (
             (self.learner.update_classes, [name for name in names if name in known]),
             (self.learner.learn_task, [name for name in names if name not in known]),
         ):
-            at = [place for place in places if self.labels[place] in classes]
+            at = [place for place in places if labels[place] in classes]
             if at:
-                learn(self.images.at(at, np.array([classes.index(self.labels[place]) for place in at]), classes))
+                learn(self.images.at(at, np.array([classes.index(labels[place]) for place in at]), classes))
 
     def lost(self, places: list[int]) -> list[int]:
         """Return those photographs whose files are gone or have changed since the server looked at them."""

@@ -17,13 +17,16 @@ from urllib.parse import urlsplit
 
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.photos.serving.app import MOST_BYTES, App
-from dulbe_peft.photos.serving.labelling import jpeg
+from dulbe_peft.photos.serving.gallery import file_of, small
+from dulbe_peft.photos.serving.labelling import Labelling, jpeg
 from dulbe_peft.utils.files import full_disk
 from dulbe_peft.utils.folders import CheckpointError
 from dulbe_peft.utils.tensors import give_back_memory
 
 PAGE = Path(__file__).parents[1] / "assets" / "serve" / "page.html"
-REQUESTS = {"/predict", "/teach", "/undo", "/label", "/skip", "/none", "/rename", "/forget"}  # methods of `App`
+REQUESTS = {  # methods of `App`
+    *("/predict", "/teach", "/undo", "/label", "/skip", "/none", "/look", "/correct", "/rename", "/forget"),
+}
 LOCAL = {"127.0.0.1", "localhost", "::1"}
 # The page may run its own script and show pictures from the server and from files. No other page may frame it.
 POLICY = (
@@ -82,14 +85,19 @@ class PageHandler(BaseHTTPRequestHandler):
             self._file(app.download, "application/zip")
         elif self.path == "/labels.csv" and app.labelling:
             self._file(app.table.content, "text/csv; charset=utf-8")
-        elif (match := re.fullmatch(r"/photo/(\d{1,9})", self.path)) and app.labelling:
-            try:
-                self._answer(HTTPStatus.OK, jpeg(app.labelling.images.given(int(match[1]))), "image/jpeg")
-            except (ValueError, IndexError) as error:
-                self._json(HTTPStatus.NOT_FOUND, {"error": f"photograph {match[1]} cannot be shown: {error}"})
-            give_back_memory()
+        elif (match := re.fullmatch(r"/(photo|small)/(\d{1,9}|[0-9a-f]{64})", self.path)) and app.labelling:
+            self._photograph(app.labelling, match[1] == "small", match[2])
         else:
             self._json(HTTPStatus.NOT_FOUND, {"error": "there is no such page"})
+
+    def _photograph(self, work: Labelling, is_small: bool, name: str) -> None:
+        """Send a photograph by its number in the folder, or by its SHA-256."""
+        try:
+            file = file_of(work, bytes.fromhex(name)) if len(name) == 64 else work.images.given(int(name))
+            self._answer(HTTPStatus.OK, small(file) if is_small else jpeg(file), "image/jpeg")
+        except (ValueError, IndexError) as error:
+            self._json(HTTPStatus.NOT_FOUND, {"error": f"photograph {name} cannot be shown: {error}"})
+        give_back_memory()
 
     def do_POST(self) -> None:
         """Answer a request of the page, which is JSON."""
@@ -118,6 +126,8 @@ class PageHandler(BaseHTTPRequestHandler):
             request = json.loads(body)
             if not isinstance(request, dict):
                 raise ValueError("the request must be a JSON object")
+            if request.pop("server", self.server.app.begun) != self.server.app.begun:
+                raise ValueError("the server was started again since this page was loaded: reload the page")
             with self.server.app.lock:
                 status, answer = HTTPStatus.OK, ask(request)
         except (ValueError, RecursionError) as error:
@@ -145,7 +155,7 @@ class PageHandler(BaseHTTPRequestHandler):
         return False
 
     def _json(self, status: HTTPStatus, content: dict[str, object]) -> None:
-        self._answer(status, json.dumps(content, ensure_ascii=False).encode(), "application/json")
+        self._answer(status, json.dumps(content).encode(), "application/json")
 
     def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:
         self.send_response(status)

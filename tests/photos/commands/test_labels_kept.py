@@ -77,8 +77,11 @@ def test_label_is_in_the_file_before_the_answer_and_waits_after_a_restart(folder
     again = start(folder, output, heap)
     work = again.facts()["labelling"]
     assert (work["waiting"], work["none"], work["left"]) == (2, 1, 4) and kept(output) == given
-    assert again.undo({})["said"].startswith("undone: the label") and len(kept(output)) == 7
+    assert again.undo({})["said"] == "undone: none of these" and len(kept(output)) == 7
+    assert again.undo({})["said"].startswith("undone: the label") and len(kept(output)) == 6
     label(again)
+    assert again.facts()["labelling"]["name"] == none["name"], "it is asked for again"
+    again.none({"photo": again.facts()["labelling"]["photo"]})
     again.finish()
     assert sum(again.facts()["counts"].values()) == 8 + 7 and kept(output).keys() == given.keys()
     third = start(folder, output, heap)

@@ -314,6 +314,112 @@ def test_digits_that_begin_a_name_and_held_keys_label_nothing_by_mistake(folder,
     assert ClassIncrementalLearner.from_pretrained(tmp_path / "taught").class_names == ("red", "green")
 
 
+@pytest.mark.parametrize(
+    "typed, labelled, words",
+    [
+        ("1", 1, ""),
+        ("111111", 1, "1 was pressed 6 times, and counts for one photograph."),
+        ("12", 0, "Nothing was labelled: 12 is no key. Press one digit for each photograph."),
+        ("12-gauge", 0, ""),
+    ],
+)
+def test_digits_typed_fast_label_one_photograph_or_none(folder, browser, tmp_path, typed, labelled, words):
+    heap = tmp_path / "heap"
+    heap.mkdir()
+    for number in range(6):
+        served.photo(number % 3, 100 + number).save(heap / f"{number}.png")
+    page = browser.new_page()
+    with served.served(folder, output=tmp_path / "taught", photographs=heap) as url:
+        page.goto(url)
+        page.get_by_text("0 labelled, 6 left").wait_for()
+        page.keyboard.type(typed, delay=40)
+        page.wait_for_timeout(800)
+        page.get_by_text(f"{labelled} labelled, {6 - labelled} left").wait_for()
+        assert page.locator("#other").input_value() == ("12-gauge" if typed == "12-gauge" else "")
+        said = page.locator("#said").inner_text()
+        assert said == words if words else "pressed" not in said
+        if typed != "12-gauge":  # the next key is that of the next photograph
+            page.keyboard.press("1")
+            page.get_by_text(f"{labelled + 1} labelled, {5 - labelled} left").wait_for()
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_labels_are_seen_filtered_corrected_and_undone_on_the_page(folder, browser, tmp_path, width, scheme):
+    heap, output = tmp_path / "heap", tmp_path / "taught"
+    for number in range(12):
+        site = heap / ("north", "south")[number % 2]
+        site.mkdir(parents=True, exist_ok=True)
+        served.photo(number % 2, 100 + number).save(site / f"{number}.png")
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page, messages = context.new_page(), []
+    page.on("pageerror", lambda what: messages.append(str(what)))
+    page.on("dialog", lambda dialog: dialog.accept())
+    shown = page.locator("#rows article")
+
+    def wait(count):
+        page.wait_for_function("count => document.querySelectorAll('#rows article').length === count", arg=count)
+
+    def correct(place, button, name=None):
+        shown.nth(place).locator("button").first.click()
+        if name is not None:
+            page.locator("#right").fill(name)
+        page.locator("#one").get_by_role("button", name=button).click()
+
+    with served.served(folder, output=output, photographs=heap) as url:
+        page.goto(url)
+        page.get_by_text("0 photographs.").wait_for()
+        for count in range(1, 7):
+            page.locator("#proposed button").first.click()
+            wait(count)
+        name = shown.nth(0).locator("small").last.inner_text()
+        correct(0, "It is this", "blue")
+        page.locator("#said", has_text=": blue").wait_for()
+        assert (
+            shown.nth(0).locator("b").inner_text() == "blue"
+            and name == shown.nth(0).locator("small").last.inner_text()
+        )
+        correct(0, "None of these")
+        page.locator("#rows b", has_text="none of these").wait_for()
+        assert shown.nth(0).locator("b").inner_text() == "none of these"
+        correct(0, "Take the label away")
+        wait(5)
+        for words in ("none of these", "blue"):
+            page.locator("#filters .undo").click()
+            wait(6)
+            page.locator("#rows article:first-child b", has_text=words).wait_for()
+        page.select_option("#kind", "answers")
+        wait(6)
+        page.select_option("#order", "doubt")
+        page.get_by_role("button", name="✓ correct").first.click()
+        wait(5)
+        page.select_option("#kind", "all")
+        wait(12)
+        page.select_option("#site", "north")
+        wait(6)
+        page.select_option("#class", "blue")
+        page.select_option("#site", "")
+        wait(1)
+        page.wait_for_function("[...document.querySelectorAll('#rows img')].every(i => i.complete && i.naturalWidth)")
+        faint = [(round(ratio, 2), text) for ratio, text in page.evaluate(CONTRASTS) if ratio < 4.5]
+        assert not faint and page.evaluate("document.documentElement.scrollWidth") <= width
+    with served.served(output, output=output, photographs=heap) as url:  # the next day
+        page.goto(url)
+        wait(7)
+        page.select_option("#class", "blue")
+        wait(1)
+        correct(0, "It is this", "green")
+        wait(0)
+        page.select_option("#class", "")
+        wait(7)
+        page.locator("#filters .undo").click()
+        page.locator("#rows b", has_text="blue").wait_for()
+    context.close()
+    assert not messages
+    assert ",blue," in (output / "labels.csv").read_text()
+
+
 # The texts of elements that are wider than their container, and the width of the page.
 TOO_WIDE = """() => [
   [...document.querySelectorAll("pre, pre code, table, .md-typeset__scrollwrap")]
