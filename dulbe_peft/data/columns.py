@@ -31,6 +31,7 @@ _CONFIDENCES = {"confidence", "conf", "score", "detectionconf", "detectionconfid
 # How people and programs write that there is no value.
 NO_VALUE = {"", "nan", "null", "none", "<na>", "#n/a", "n/a", "na", "?", "-"}
 _TIMES = {"timestamp", "datetime", "datetimeoriginal", "createdate"}
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _YES, _NO = {"1", "1.0", "true"}, {"0", "0.0", "false", ""}
 
 
@@ -142,15 +143,21 @@ def _key(name: str) -> str:
 
 
 def time_of(text: str) -> float | None:
-    """Return the seconds since 1970 of a date with a time, as ISO 8601 or EXIF write it, or None for other texts.
+    """Return the seconds since 1970 of a date with a time, or None for other texts.
 
+    Dates are as ISO 8601, EXIF, Timelapse (01-May-2026 10:00:00) or German spreadsheets (01.05.2026 10:00) write them.
     A time without a zone is taken for UTC.
     """
-    match = re.fullmatch(r"(\d{4})[-:](\d\d)[-:](\d\d)[T ](\d\d:.*)", text)
-    if match is None:
+    if match := re.fullmatch(r"(\d{4})[-:](\d\d)[-:](\d\d)[T ](\d\d:.*)", text):
+        year, month, day, clock_time = match.groups()
+    elif match := re.fullmatch(r"(\d\d?)(?:-([A-Za-z]{3})-|\.(\d\d?)\.)(\d{4}) +(\d\d?:.*)", text):
+        day, name, month, year, clock_time = match.groups()
+        month = month or str([*_MONTHS, name.lower()].index(name.lower()) + 1)  # 13 is no month
+    else:
         return None
+    clock_time = f"0{clock_time}" if clock_time[1] == ":" else clock_time
     try:
-        time = datetime.fromisoformat("{}-{}-{} {}".format(*match.groups()))
+        time = datetime.fromisoformat(f"{year}-{month:0>2}-{day:0>2} {clock_time}")
     except ValueError:
         return None
     return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
@@ -163,11 +170,14 @@ def clock(seconds: float) -> str:
 
 def times_in(columns: Mapping[str, Callable[[], Sequence[object]]]) -> list[float | None] | None:
     """Return the times of all rows by the first column of times, see `time_of`, or None if there is no such column."""
-    for name, values in columns.items():
-        if _key(name) in _TIMES:
-            times = [time_of(str(value)) for value in values()]
-            if any(time is not None for time in times):
-                return times
+    keys = {_key(name): values for name, values in columns.items()}
+    texts = [keys[key]() for key in keys if key in _TIMES]
+    if {"date", "time"} <= keys.keys():  # in two columns, as older versions of Timelapse export them
+        texts.append([f"{day} {hours}" for day, hours in zip(keys["date"](), keys["time"](), strict=True)])
+    for values in texts:
+        times = [time_of(str(value)) for value in values]
+        if any(time is not None for time in times):
+            return times
     return None
 
 
@@ -245,8 +255,6 @@ def _only(table: Table, header: list[str], matches: Collection[str], role: str) 
     if len(matches) > 1:
         both = " and ".join(map(repr, matches))
         raise ValueError(f"{table.path} has the columns {both}: choose the one with the {role}s by --{role}-column")
-    if not matches and {"annotations", "data"} <= {*header}:
-        raise ValueError(f"{table.path} is a project of Label Studio: export it as JSON-MIN or CSV")
     others = [name for name in header if name not in (table.paths, table.folder, table.split)]
     if not matches and role == "label" and table.paths in header and others:
         values = {name: {row[name] for row in table.rows} for name in others}

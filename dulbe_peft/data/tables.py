@@ -154,6 +154,8 @@ def _json_rows(path: Path) -> tuple[str, Rows, dict[str, int]]:
         whole = json.loads(text)
     except ValueError:
         whole = None
+    if isinstance(whole, list) and any(_is_task(row) for row in whole):
+        whole = _label_studio_rows(path, whole)
     unit, objects = "line", dict[int, Any]()
     try:
         if isinstance(whole, list):
@@ -171,6 +173,37 @@ def _json_rows(path: Path) -> tuple[str, Rows, dict[str, int]]:
             raise
         raise ValueError(f"{path} does not hold a list of JSON objects, or one object per line: {error}") from error
     return unit, [(0, header), *cells], absent
+
+
+def _is_task(row: object) -> bool:
+    """Return whether an object is a task of Label Studio."""
+    return isinstance(row, dict) and "data" in row and ("annotations" in row or "predictions" in row)
+
+
+def _label_studio_rows(path: Path, tasks: list[Any]) -> list[dict[str, Any]]:
+    """Return the rows of the tasks that Label Studio exports: the data of each and, for each control, its choice.
+
+    Raises a ValueError if two annotations of a task differ, or nothing was annotated.
+    """
+    rows = list[dict[str, Any]]()
+    for number, task in enumerate(tasks, start=1):
+        chosen = list[dict[str, str]]()
+        try:
+            for annotation in task.get("annotations", []):
+                results = [result for result in annotation["result"] if result["type"] == "choices"]
+                choice = {result["from_name"]: _cell(result["value"]["choices"]) for result in results}
+                if choice and choice not in chosen and not annotation.get("was_cancelled"):
+                    chosen.append(choice)
+            rows.append(task["data"] | (chosen[0] if chosen else {}))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"entry {number} of {path} is no task as Label Studio exports it: {error!r}") from error
+        if len(chosen) > 1:
+            both = " and ".join(map(str, chosen[:2]))
+            raise ValueError(f"entry {number} of {path} has annotations that differ, {both}: cancel one of them")
+    controls = {name for row, task in zip(rows, tasks, strict=True) for name in row if name not in task["data"]}
+    if not controls:
+        raise ValueError(f"{path} has tasks of Label Studio, but no choice of a person: annotate them there")
+    return [dict.fromkeys(controls, "") | row for row in rows]
 
 
 def _check_row(path: Path, content: dict[str, Any]) -> None:

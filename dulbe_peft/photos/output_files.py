@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from urllib.parse import quote
 
 from dulbe_peft.data import camtrap
 from dulbe_peft.data.columns import FILE
@@ -117,6 +118,49 @@ def write_keywords(rows: Sequence[Prediction], file: str) -> None:
     keywords = exiftool_rows(known, ROOT)
     with files.output_file(file) as text:  # it needs the exact paths, so no apostrophe guards against formulas
         csv.writer(text).writerows(keywords)
+
+
+def write_timelapse(rows: Sequence[Prediction], file: str, root: str) -> None:
+    """Write the table that Timelapse imports: the class of each photograph below `root` in the column Species.
+
+    Unknown images have no row, because Timelapse would replace what a person wrote by an empty cell. There is no
+    column of times for the same reason, and no further column, because Timelapse then imports nothing.
+    """
+    lines = []
+    for row in rows:
+        if row.error is None and row.known:
+            folder, name = os.path.split(_below(row.image, root))
+            lines.append([folder.replace("/", "\\"), name, row.classes[0]])
+    with files.output_file(file) as text:  # it needs the exact names, so no apostrophe guards against formulas
+        csv.writer(text).writerows([["RelativePath", "File", "Species"], *lines])
+
+
+def write_tasks(rows: Sequence[Prediction], file: str, root: str, classifier: str) -> None:
+    """Write the tasks that Label Studio imports: each photograph below `root`, with the prediction for a known class.
+
+    They fit its template for image classification, whose names are "image" and "choice".
+    """
+    tasks: list[dict[str, object]] = []
+    for row in rows:
+        if row.error is None:
+            address = f"/data/local-files/?d={quote(os.fsencode(_below(row.image, root)))}"
+            choice = {"from_name": "choice", "to_name": "image", "type": "choices"}
+            answer = {
+                "model_version": f"dulbe_peft, {classifier}",
+                "score": row.probabilities[0],
+                "result": [choice | {"value": {"choices": [row.classes[0]]}}],
+            }
+            tasks.append({"data": {"image": address}, "predictions": [answer] * row.known})
+    with files.output_file(file) as text:
+        print(json.dumps(tasks, indent=1, ensure_ascii=False), file=text)
+
+
+def _below(image: str, root: str) -> str:
+    """Return the path of an image from the folder `root`, in which it must lie."""
+    inside = os.path.relpath(os.path.abspath(image), root)
+    if inside.startswith(os.pardir):
+        raise ValueError(f"{image} does not lie in {root}: predict the photographs of one folder at a time")
+    return Path(inside).as_posix()
 
 
 def write_observations(rows: Sequence[Prediction], file: str, package: Path, classifier: str) -> None:

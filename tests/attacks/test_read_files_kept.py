@@ -1,8 +1,11 @@
 """Test that no output of a command replaces a file that the command reads, under any of the file's names."""
 
 import hashlib
+import io
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -15,7 +18,10 @@ OUTPUTS = {
     "check": ("{data}", ("--page", "--csv")),
     "suggest": ("--model {model} {data}", ("--csv", "--page")),
     "report": ("{data}", ("--output", "--csv", "--latex")),
-    "predict": ("{saved} {data} --only {table}", ("--csv", "--json", "--by-group", "--exiftool", "--camtrap-dp")),
+    "predict": (
+        "{saved} {data} --only {table}",
+        ("--csv", "--json", "--by-group", "--exiftool", "--timelapse", "--label-studio", "--camtrap-dp"),
+    ),
     "features": ("--model {model} --data {data}", ("--output",)),
 }
 FILES = ("metadata.csv", "media.csv", "answers.json", "deep/train.parquet", "a/0.png", "table.csv")
@@ -71,6 +77,19 @@ def test_output_replaces_no_file_that_is_read(finished_run, tiny_model, read, ca
         assert digests(read) == before
     main([name, *words.split(), flag, str(inside), "--overwrite"])
     assert before <= digests(read), "--overwrite keeps NAME.old"
+
+
+@pytest.mark.parametrize("flag", OUTPUTS["predict"][1][:-1])
+def test_paths_on_standard_input_are_read_too(finished_run, read, monkeypatch, capsys, flag):
+    before = digests(read)
+    groups = ["--group", "folder"] if flag == "--by-group" else []
+    for given, output in (("data", "data/media.csv"), ("data/a/0.png", "data/a/0.png"), ("data/a", "data/a/1.png")):
+        lines = io.BytesIO(f"{read / given}\n".encode())
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=lines, isatty=lambda: False))
+        assert main(["predict", str(finished_run), "-", flag, str(read / output), *groups]) == 2
+        said = capsys.readouterr().err
+        assert f"{flag} {read / output} " in said and "choose another name" in said, said
+        assert digests(read) == before
 
 
 @pytest.mark.parametrize("name", ["metadata.csv", "deep/photos.parquet"])

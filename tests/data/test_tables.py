@@ -11,8 +11,10 @@ from PIL import Image
 from small_runs import opened
 from test_labels import labels_of, pictures, table
 
+from dulbe_peft.data.columns import clock, time_of
 from dulbe_peft.data.names import names_from_file
 from dulbe_peft.data.readers import load_data
+from dulbe_peft.photos.data.looking import times_taken
 from dulbe_peft.photos.data.source import DataSource
 
 KINDS = ["coat", "hat", "coat", "hat"]
@@ -141,7 +143,7 @@ def test_json_of_one_object_per_image_is_read_and_other_json_is_refused(tmp_path
         ({"images": [{"id": 1}], "annotations": [], "categories": [{}]}, "expected a list of objects, one per image"),
         (
             [{"id": 1, "data": {"image": "a.png"}, "annotations": []}],
-            "is a project of Label Studio: export it as JSON-MIN or CSV",
+            "has tasks of Label Studio, but no choice of a person: annotate them there",
         ),
         ([{"image": "a.png", "choice": ["dog", "cat"]}], "'dog##cat' in one cell"),
         ([1, 2], "does not hold a list of JSON objects"),
@@ -149,6 +151,95 @@ def test_json_of_one_object_per_image_is_read_and_other_json_is_refused(tmp_path
         file.write_text(json.dumps(content))
         with pytest.raises(ValueError, match=words):
             load_data(file, None)
+
+
+def task(image, *choices, cancelled=(), **more):
+    """Return a task as Label Studio exports it, with an annotation for each list of choices."""
+    annotations = [
+        {
+            "id": number,
+            "was_cancelled": number in cancelled,
+            "result": [
+                {"type": "choices", "from_name": "choice", "to_name": "image", "value": {"choices": chosen}},
+                {"type": "rectanglelabels", "from_name": "box", "value": {"rectanglelabels": ["car"], "x": 1}},
+            ],
+        }
+        for number, chosen in enumerate(choices)
+    ]
+    return {"id": 7, "data": {"image": image, "camera": "A"}, "annotations": annotations, "project": 3} | more
+
+
+def test_tasks_that_label_studio_exports_are_read(tmp_path):
+    pictures(tmp_path, "in/a b.png", "in/b.png", "in/c.png", "in/d.png")
+    file = tmp_path / "export.json"
+    tasks = [
+        task("/data/local-files/?d=photos/in/a%20b.png", ["cat"], ["dog"], cancelled=[1]),
+        task("/data/local-files/?d=photos/in/b.png", ["dog"], ["dog"]),
+        task("/data/local-files/?d=photos/in/c.png", ["cat"], predictions=[{"result": ["of a machine"]}]),
+        task("/data/local-files/?d=photos/in/d.png"),
+    ]
+    file.write_text(json.dumps(tasks))
+    assert relative(tmp_path, file) == {"in/a b.png": "cat", "in/b.png": "dog", "in/c.png": "cat"}
+    file.write_text(json.dumps([task("/data/upload/3/1a2b3c4d-c.png", ["cat"]), task("in/b.png", ["dog"])]))
+    assert relative(tmp_path, file) == {"in/c.png": "cat", "in/b.png": "dog"}
+    for changed, words in (
+        ([task("in/b.png", ["dog"], ["cat"])], "entry 1 of .* has annotations that differ, .*dog.* and .*cat"),
+        ([*tasks, task("in/d.png", ["dog", "cat"])], "'dog##cat' in one cell"),
+        ([{"data": {"image": "in/b.png"}, "predictions": []}], "no choice of a person: annotate them there"),
+        ([*tasks, task("in/d.png", annotations=[{"result": [{"type": "choices"}]}])], "entry 5 of .* is no task"),
+        ([*tasks, 3], "entry 5 of .* is no task as Label Studio exports it"),
+    ):
+        file.write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=words):
+            load_data(file, None)
+
+
+def test_json_min_and_csv_of_label_studio_are_read(tmp_path):
+    pictures(tmp_path, "in/a b.png", "in/b.png")
+    rows = [
+        {"image": f"/data/local-files/?d=photos/in/{name}", "id": number, "choice": kind, "annotator": 1}
+        | {"annotation_id": number, "created_at": "2026-05-01T10:00:00Z", "lead_time": 3.5}
+        for number, (name, kind) in enumerate((("a%20b.png", "cat"), ("b.png", "dog")), start=1)
+    ]
+    (tmp_path / "min.json").write_text(json.dumps(rows))
+    with (tmp_path / "project.csv").open("w", newline="") as opened_file:
+        writer = csv.DictWriter(opened_file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    for name in ("min.json", "project.csv"):
+        assert relative(tmp_path, tmp_path / name) == {"in/a b.png": "cat", "in/b.png": "dog"}
+
+
+@pytest.mark.parametrize(
+    "header, rows",
+    [
+        ("File,RelativePath,DateTime,Species", "{},CamA,0{}-May-2026 10:00:00,{}"),
+        ("File,RelativePath,Folder,Date,Time,Species", "{},CamA,Study,0{}-May-2026,10:00:00,{}"),
+        ("File;RelativePath;DateTime;confidence;Species", "{};CamA;0{}.05.2026 10:00;0,95;{}"),
+    ],
+    ids=["Timelapse", "older Timelapse", "German Excel"],
+)
+def test_dates_of_timelapse_and_german_spreadsheets(tmp_path, header, rows):
+    pictures(tmp_path, "CamA/1.png", "CamA/2.png", "CamB/1.png")
+    file = tmp_path / "TimelapseData.csv"
+    file.write_text("\n".join([header, *(rows.format(f"{n}.png", n, kind) for n, kind in ((1, "hat"), (2, "coat")))]))
+    assert relative(tmp_path, file) == {"CamA/1.png": "hat", "CamA/2.png": "coat"}
+    images = load_data(file, None)
+    times = dict(zip(map(images.item_name, range(2)), times_taken(images), strict=True))
+    assert times[str(tmp_path / "CamA/2.png")] - times[str(tmp_path / "CamA/1.png")] == 24 * 3600
+    assert clock(times[str(tmp_path / "CamA/1.png")]) == "2026-05-01 10:00:00"
+
+
+@pytest.mark.parametrize("text", ["05/01/2026 10:00", "31-Feb-2026 10:00:00", "01-Mai-2026 10:00:00", "2026", "x"])
+def test_times_that_are_ambiguous_or_wrong_are_none(text):
+    assert time_of(text) is None
+
+
+def test_german_confidences_choose_the_box(tmp_path):
+    pictures(tmp_path, "a.png", "b.png")
+    rows = ["file;Klasse;label;confidence", "a.png;1;hat;0,9", "a.png;1;coat;0,25", "b.png;2;coat;0,8"]
+    (tmp_path / "boxes.csv").write_text("\n".join(rows))
+    assert relative(tmp_path, tmp_path / "boxes.csv") == {"a.png": "hat", "b.png": "coat"}
 
 
 TAXA = ["kingdom", "phylum", "class", "order", "family", "genus"]

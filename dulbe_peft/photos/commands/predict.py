@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -76,6 +76,8 @@ def predict(
     camtrap_dp: File | None = setting(
         None, "write observations of the Camtrap DP package in PATHS", metavar="FILE.csv"
     ),
+    timelapse: File | None = setting(None, "write classes for Timelapse, in a column Species"),
+    label_studio: File | None = setting(None, "write predictions for Label Studio, as JSON"),
     by_group: File | None = setting(None, "write a row per group, with dates and site"),
     sort_into: Folder | None = setting(None, "copy images into folders of classes; replaces no file"),
     only: File | None = ONLY,
@@ -95,13 +97,15 @@ def predict(
     check_given(only=only, sum_up=sum_up)
     package = _package(paths) if camtrap_dp else None
     files = [("--csv", csv, ".csv"), ("--json", json_file, ".json"), ("--exiftool", exiftool, ".csv")]
-    files.append(("--by-group", by_group, ".csv"))
-    claim(*files, ("--camtrap-dp", camtrap_dp, ".csv"), overwrite=overwrite)
-    claim(("--sort-into", sort_into, FOLDER), apart=paths)
+    files += [("--by-group", by_group, ".csv"), ("--camtrap-dp", camtrap_dp, ".csv")]
+    files += [("--timelapse", timelapse, ".csv"), ("--label-studio", label_studio, ".json")]
     images = list(_images(paths))
     if not images:
         raise ValueError("standard input is empty, expected one path per line")
+    claim(*files, reads=images, overwrite=overwrite)
+    claim(("--sort-into", sort_into, FOLDER), apart=images)
     check_images(images)
+    photos = _folder(images) if timelapse or label_studio else ""
     loaded = load()
     query = replace(query, **answers_of(only, sum_up, loaded.class_names))
     from dulbe_peft.data.unlabelled import unlabelled_images
@@ -116,6 +120,11 @@ def predict(
         (json_file, output_files.write_json),
         (exiftool, output_files.write_keywords),
     ]
+    if timelapse:
+        writers.append((timelapse, partial(output_files.write_timelapse, root=_timelapse_root(photos))))
+    if label_studio:  # it wants the photographs in a folder below its root
+        tasks = partial(output_files.write_tasks, root=os.path.dirname(photos), classifier=classifier)
+        writers.append((label_studio, tasks))
     if package is not None:
         observe = partial(output_files.write_observations, package=package, classifier=classifier)
         writers.append((camtrap_dp, observe))
@@ -165,6 +174,10 @@ def predict(
         or any(row.error is not None for row in rows)
     ):
         _print_summary(rows, query.reject is not None, written)
+    if timelapse:
+        print("Timelapse: rename the column Species to your data label, whose list needs the classes", file=sys.stderr)
+    if label_studio:
+        print(f"Label Studio: set LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT={os.path.dirname(photos)}", file=sys.stderr)
     if csv and not is_stream(csv):
         print_next_command("report", csv, to=sys.stderr)
     elif written and sort_into is None and "-" not in paths:
@@ -256,6 +269,23 @@ def _line(row: Prediction) -> str:
     if not row.known:
         names = [f"{NONE} (best: {names[0]})"]
     return "\t".join([printable(row.image), *names])
+
+
+def _folder(paths: Sequence[str]) -> str:
+    """Return the only folder among the paths, from which other programs see the photographs."""
+    if len(paths) > 1 or not os.path.isdir(paths[0]):
+        what = f"{len(paths)} paths" if len(paths) > 1 else printable(paths[0])
+        raise ValueError(f"--timelapse and --label-studio need one folder of photographs, got {what}")
+    return os.path.abspath(paths[0])
+
+
+def _timelapse_root(folder: str) -> str:
+    """Return the folder with Timelapse's template or data: `folder`, or the nearest one above, or else `folder`."""
+    for above in (Path(folder), *Path(folder).parents):
+        with suppress(OSError):
+            if any(file.suffix.lower() in (".tdb", ".ddb") for file in above.iterdir()):
+                return str(above)
+    return folder
 
 
 def _package(paths: Sequence[str]) -> Path:

@@ -464,7 +464,9 @@ def uploaded_images(request: dict[str, object], most: int) -> list[io.BytesIO]:
     for number, text in enumerate(given, start=1):
         try:
             files.append(io.BytesIO(base64.b64decode(text, validate=True)))
-            width, height = header_of_file(files[-1]).size
+            width = height = 0
+            with suppress(Exception):  # Pillow raises almost anything on damaged files; decoding says why
+                width, height = header_of_file(files[-1]).size
             if width * height > MOST_PIXELS:
                 limit = f"at most {MOST_PIXELS:,} are read here; use dulbe-peft predict or learn"
                 raise ValueError(f"it has {width} x {height} pixels: {limit}")

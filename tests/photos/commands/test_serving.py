@@ -103,6 +103,7 @@ def test_learner_is_taught_undone_and_downloaded(folder, learner, tmp_path):
     ("path", "content", "headers", "status", "words"),
     [
         ("/predict", {"images": ["!"]}, {}, 400, "image 1 cannot be read"),
+        ("/predict", {"images": ["bm8gaW1hZ2U="]}, {}, 400, "image 1 cannot be read: it is none of the formats JPEG"),
         ("/predict", b"[" * 10**5, {}, 400, ""),
         ("/predict", {"images": []}, {"Content_Type": "text/plain"}, 400, "expected JSON"),
         ("/teach", {"class": " ", "images": sent(photo(0))}, {}, 400, "needs a name"),
