@@ -1,14 +1,12 @@
 """The list of photographs on the page: what was labelled, and what the learner answers, to filter and to correct."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dulbe_peft.arguments import Query
 from dulbe_peft.data.decoding import UnreadableImageError, decode_file, stored_bytes
@@ -17,11 +15,9 @@ from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import NONE
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.metrics.prediction import Answers
+from dulbe_peft.photos.serving.changes import Changes
 from dulbe_peft.photos.serving.label_table import Label
-
-if TYPE_CHECKING:
-    from dulbe_peft.photos.serving.app import App
-    from dulbe_peft.photos.serving.labelling import Labelling
+from dulbe_peft.photos.serving.labelling import Labelling
 
 SIDE = 400  # pixels of a picture in the list, which is shown at 200
 KINDS, ORDERS = ("labelled", "answers", "all"), ("newest", "doubt", "name")
@@ -134,15 +130,13 @@ def small(file: Any) -> bytes:
     return as_jpeg(thumbnail(decode_file(file, stored_bytes(file), SIDE)[0], SIDE))
 
 
-def correct(app: App, request: dict[str, object]) -> dict[str, object]:
-    """Give a photograph of the list the label `class`: "" is "none of these", and None takes its label away."""
-    work, given, identity = app.photographs(), request.get("class"), request.get("id")
-    key = bytes.fromhex(identity) if isinstance(identity, str) else b""
-    name = app.class_of(request) if given else None if given is None else ""
-    if name and request.get("ask") and (question := app.question(name)):
-        return app.facts() | {"ask": question}
+def correct(app: Changes, key: bytes, name: str | None) -> str:
+    """Give a photograph another label, of which "" is "none of these", or take its label away; return what was done.
+
+    `key` is the SHA-256 of the photograph.
+    """
     app.table.check()
-    label = app.table.labels.get(key)
+    work, label = app.photographs(), app.table.labels.get(key)
     if key not in work.places and label is None:
         raise ValueError("this photograph is not in the list any more: reload the page")
     learned, said = app.learner.state.known.class_of().get(key), label.name if label else None
@@ -153,10 +147,10 @@ def correct(app: App, request: dict[str, object]) -> dict[str, object]:
         with app.kept():
             work.note(key, str(name))
             app.table.write()
-    return app.facts() | {"said": words}
+    return words
 
 
-def _relabel(app: App, key: bytes, name: str | None, words: str) -> None:
+def _relabel(app: Changes, key: bytes, name: str | None, words: str) -> None:
     """Change the label of a photograph that was not learned."""
     work, labels = app.photographs(), dict(app.table.labels)
     with app.kept():
@@ -172,7 +166,7 @@ def _relabel(app: App, key: bytes, name: str | None, words: str) -> None:
     app.trim()
 
 
-def _learn_again(app: App, key: bytes, name: str | None, words: str) -> None:
+def _learn_again(app: Changes, key: bytes, name: str | None, words: str) -> None:
     """Forget a photograph, and learn it again as another class, unless it is to have no class."""
     work = app.photographs()
     file, path = file_of(work, key), work.path(key)

@@ -29,7 +29,7 @@ from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.commands.serve import _reserved
 from dulbe_peft.photos.serving import App, server
-from dulbe_peft.photos.serving.app import MOST_UNDOS
+from dulbe_peft.photos.serving.changes import MOST_UNDOS
 from dulbe_peft.photos.serving.labelling import NEXT
 from dulbe_peft.photos.suggesting import suggestions
 
