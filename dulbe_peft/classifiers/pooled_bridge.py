@@ -80,12 +80,6 @@ class PooledBridgeRule(BridgeRule):
         text_confidence: n_c t_c, (C,), float64, sums of the probabilities of the images by the texts alone.
         rivals: (C,), int64, sums over the images of the number of other classes when each image was learned.
 
-    Example:
-        >>> head = PooledBridgeHead(embed_dim=2)
-        >>> head.add_classes(["cat", "dog"], torch.eye(2), [0, 1], torch.eye(2))
-        >>> head(torch.tensor([[0.9, 0.1]])).argmax(dim=1).tolist()
-        [0]
-
     Reference:
         Section "Reliability-Guided Bridge-Prototype Ensemble". Goswami et al., arXiv 2603.24528, also mix image and
         text prototypes and show that this shrinks the image prototypes. They first project these onto the principal
