@@ -66,8 +66,12 @@ class FeatureTable:
         noted = self.note.facts
         wrong = [name for name in {**facts, **noted} if noted.get(name) != facts.get(name)]
         if wrong == ["jpeg_side"] and not {*wrong} <= noted.keys() & facts.keys():
-            how = "smaller: omit --whole-images" if "jpeg_side" in noted else "whole: add --whole-images"
-            raise ValueError(f"{self.name} was made from JPEG files decoded {how} (whole_images in Python)")
+            made, read = ("smaller", "whole") if "jpeg_side" in noted else ("whole", "smaller")
+            how = "with" if read == "whole" else "without"
+            raise ValueError(
+                f"{self.name} was made from JPEG files decoded {made}, and this learner reads them {read}: make it "
+                f"again by dulbe-peft features {how} --whole-images (whole_images in Python)"
+            )
         if wrong:
             made = f"{self.name} was made by {self.note.model!r}"
             raise ValueError(f"{made}, not by this model as it is: {', '.join(wrong)} differ")

@@ -45,10 +45,13 @@ def paths_of(table: Table) -> list[str]:
 def _as_path(root: str, written: str) -> str:
     """Return the path of a file, which programs may write as a URL, with %20 for a blank, or as Label Studio does.
 
-    The path as it is written comes first. If there is no file for any way of decoding it, the last way is returned.
+    The path as it is written comes first, then with or without an apostrophe at its beginning: a person may write one
+    for a spreadsheet, and reading a table removes one that stands before the sign of a formula. If there is no file
+    for any way of decoding it, the last way is returned.
     """
-    if os.path.lexists(os.path.join(root, written)):
-        return written
+    for path in (written, f"'{written}", written.removeprefix("'")):
+        if os.path.lexists(os.path.join(root, path)):
+            return path
     slashes = written.replace("\\", "/")
     local = re.sub(r"^file:/+(?=[A-Za-z]:/)|^file:/*(?=/)", "", slashes, flags=re.IGNORECASE)
     local = re.sub(r"^.*/local-files/\?d=|^.*/data/upload/\d+/(?:[0-9a-f]{8}-)?", "", local)

@@ -95,7 +95,7 @@ class Estimates(Record):
         """A sentence that says why answers on further images can be worse than on those learned, or ""."""
         return (
             "many of the learned photographs look like one another; if they show the same items, probabilities of "
-            "further items are too high, and --reject refuses more of them: learn with --group"
+            "further items are too high, and predict --reject refuses more of them: learn with --group"
             if self.alike
             else ""
         )

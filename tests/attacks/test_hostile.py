@@ -57,7 +57,7 @@ def test_too_little_memory_is_reported_in_one_line(finished_run, tmp_path, monke
     monkeypatch.setattr("dulbe_peft.checkpoints.restoring.loaded_state", lambda *_: (_ for _ in ()).throw(error))
     assert main(["predict", str(finished_run), str(tmp_path / "x.png")]) == 2
     printed = capsys.readouterr().err
-    assert printed.startswith("dulbe-peft: there is too little memory, lower --batch-size")
+    assert printed.startswith("dulbe-peft: there is too little memory, close other programs: ")
     assert printed.count("\n") == 1
 
 

@@ -230,6 +230,14 @@ def test_dates_of_timelapse_and_german_spreadsheets(tmp_path, header, rows):
     assert clock(times[str(tmp_path / "CamA/1.png")]) == "2026-05-01 10:00:00"
 
 
+def test_apostrophe_of_another_program_is_no_part_of_a_path_unless_a_file_has_it(tmp_path):
+    pictures(tmp_path, "a.png", "in/b.png", "-c.png", "'-d.png", "'e.png")
+    rows = ["path,label", "'a.png,hat", "'in/b.png,coat", "'-c.png,hat", "'-d.png,coat", "'e.png,coat"]
+    (tmp_path / "t.csv").write_text("\n".join(rows))
+    expected = {"a.png": "hat", "in/b.png": "coat", "-c.png": "hat", "'-d.png": "coat", "'e.png": "coat"}
+    assert relative(tmp_path, tmp_path / "t.csv") == expected
+
+
 @pytest.mark.parametrize("text", ["05/01/2026 10:00", "31-Feb-2026 10:00:00", "01-Mai-2026 10:00:00", "2026", "x"])
 def test_times_that_are_ambiguous_or_wrong_are_none(text):
     assert time_of(text) is None

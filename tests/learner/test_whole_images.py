@@ -208,7 +208,8 @@ def test_table_is_learned_as_it_was_made(flag, large, tmp_path, capsys):
     assert loaded.args.whole_images is (flag == "--whole-images")
     other = "--no-whole-images" if flag == "--whole-images" else "--whole-images"
     assert call(*learn, tmp_path / "other", *model, other) == 2
-    assert ("add --whole-images" if flag == "--whole-images" else "omit --whole-images") in capsys.readouterr().err
+    how = "without" if flag == "--whole-images" else "with"
+    assert f"make it again by dulbe-peft features {how} --whole-images" in capsys.readouterr().err
     found = loaded.predict(str(large / "train"), top_k=2, return_scores=True)
     assert call("run", *model, "--data", large, "--output", tmp_path / "files", "--classifiers", "lda", flag) == 0
     files = ClassIncrementalLearner.from_pretrained(tmp_path / "files")

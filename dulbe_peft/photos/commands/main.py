@@ -125,14 +125,15 @@ def main(argv: list[str] | None = None, commands: Commands = commands) -> int:
         # A signal may also show up as the error of a worker process that it ended.
         if terminated or isinstance(error, KeyboardInterrupt):
             return _stopped(commands, ctx, signal.Signals(terminated[0]) if terminated else signal.SIGINT)
-        message = _user_error(error, commands.program)
+        command = commands.get_command(ctx, ctx.invoked_subcommand) if ctx and ctx.invoked_subcommand else None
+        message = _user_error(error, commands.program, command)
         if message is None:
             raise
         _print_error(message)
         return 2
 
 
-def _user_error(error: BaseException, program: str) -> str | None:
+def _user_error(error: BaseException, program: str, command: click.Command | None) -> str | None:
     """Return a one-line message for an error that the user can correct, or None for other errors."""
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else program
@@ -144,7 +145,10 @@ def _user_error(error: BaseException, program: str) -> str | None:
         return f"{program}: {full}"
     # torch raises RuntimeErrors when memory runs out.
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
-        return f"{program}: there is too little memory, lower --batch-size or --pixel-cache-mb: {error}"
+        flags = {flag for each in (command.params if command else ()) for flag in each.opts}
+        lower = [flag for flag in ("--batch-size", "--pixel-cache-mb") if flag in flags]
+        advice = f"lower {' or '.join(lower)}" if lower else "close other programs"
+        return f"{program}: there is too little memory, {advice}: {error}"
     from dulbe_peft.utils.folders import CheckpointError
 
     if isinstance(error, (ValueError, TypeError, OSError, ImportError, CheckpointError)):

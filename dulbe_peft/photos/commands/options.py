@@ -35,7 +35,7 @@ Page = Annotated[str, "FILE.html"]
 Folder = Annotated[str, "FOLDER"]
 # Settings of several commands.
 DATA = setting(None, "images: folder of classes, parquet files, hf:NAME")
-LABELS = setting(None, "instead of --data: a table with path,label, or one of another program", metavar="FILE.csv")
+LABELS = setting(None, "a table with path,label, or one of another program; in place of folders", metavar="FILE.csv")
 NO_STORE = setting(False, "do not store or reuse features of images")
 ONLY = setting(None, "file of the classes that are possible, one per line")
 SUM_UP = setting(None, "CSV file of class,group: answer with groups")

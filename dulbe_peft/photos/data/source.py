@@ -78,7 +78,7 @@ class DataSource:
     train_split: str = setting("train", "Name of the training split.")
     test_split: str = setting("test", "Name of the test split, or none.")
     test_fraction: Part | None = setting(None, "Share of images to hold out as the test split.")
-    test_data: str | None = setting(None, "Separate test images, given as for --data.")
+    test_data: str | None = setting(None, "Separate test images, given as the others.")
     strict: bool = setting(False, "Stop at unreadable images, and skip none.")
     class_names: str | None = setting(None, "Text file with 'old name', a tab, 'new name' per line; or new names.")
     vocabulary: str | None = setting(None, "File of exiftool's keywords that are classes.")
@@ -100,7 +100,7 @@ class DataSource:
     test_images_per_class: AtLeastOne | None = setting(
         None, "Test on at most this number of images per class, drawn at random."
     )
-    draw_seed: int = setting(0, "Seed for drawing images, and for holding them out with --validation-fraction.")
+    draw_seed: int = setting(0, "Seed for drawing images, and for holding them out for validation.")
     group: str | None = setting(None, "Groups: a column, folder, or a REGEX of paths.")
     group_seconds: Annotated[float, Gt(0)] | None = setting(None, "Photographs taken this close together are a group.")
 

@@ -1,12 +1,15 @@
 """Test that commands that read labelled images have the same options for it, and that no message offers others."""
 
+import ast
 import re
 import shlex
+from pathlib import Path
 
 import click
 import pytest
 from PIL import Image
 
+import dulbe_peft
 from dulbe_peft.photos.commands.main import commands, main
 
 READERS = {  # the words of each command that reads labelled images, up to the images
@@ -118,6 +121,64 @@ def test_messages_offer_only_options_that_the_command_has(
             others = [name for name in commands.lines if re.search(rf"\b{name}\b", part)] if not named else []
             allowed = set().union(*(options(name) for name in (named or command, *others)))
             assert {*re.findall(r"(?<![\w-])--[a-z][a-z-]+", part)} <= allowed, line
+
+
+# The commands that call `claim`, which may offer to overwrite.
+WRITERS = ("check", "suggest", "run", "report", "learn", "predict", "serve", "demo", "forget", "rename", "merge")
+WRITERS += ("features", "export")
+# Messages of shared modules, by a part of them, with options that not every command that reads images has. They are
+# printed only by commands that have these options: by how they are called, or because they are of such a setting.
+ELSEWHERE = {
+    "--force uses it anyway": ("suggest", "run", "learn", "predict", "serve", "evaluate", "forget", "features"),
+    "lower {}": ("run",),
+    "is {}, but {} has learned nothing": ("suggest", "predict", "evaluate", "export"),
+    "use only one of them, for example": ("run", "learn", "features"),
+    "{}, such as {} (--again)": ("learn",),
+    "has no test images; --test-fraction": ("run", "learn"),
+    "keeping {} % of what this task changed": ("run",),
+    "no class that is possible would be left": ("serve",),
+    "there are no photographs to label": ("serve",),
+    " --classifier {}": ("predict",),
+    "--overwrite works only with a single process": WRITERS,
+    "--overwrite would move {}": WRITERS,
+    ", or --overwrite, which keeps it": WRITERS,
+}
+
+
+def texts_of(file):
+    """Return the texts in a module, except docstrings that no command shows; {} stands for a value."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    inside, found = set(), []
+    documented = (ast.FunctionDef, ast.ClassDef, *([] if file.stem in commands.lines else [ast.Module]))
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            inside.add(id(node.body[0].value))
+        if isinstance(node, ast.JoinedStr):
+            inside |= {id(part) for part in node.values}
+            found.append("".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values))
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [*found, *(node.value for node in constants if id(node) not in inside)]
+
+
+def test_every_text_offers_options_of_its_command_or_of_a_command_that_it_names():
+    """The texts and the options are taken from the code, so that a new message or option is checked, too."""
+    has, package = {name: options(name) for name in commands.lines}, Path(dulbe_peft.__file__).parent
+    common, checked = set.intersection(*(has[name] for name in READERS)), 0
+    wrong = list[str]()
+    for file in sorted(package.rglob("*.py")):
+        own = file.stem.replace("_", "-") if file.parent.name == "commands" else ""
+        for line in (line for text in texts_of(file) for line in text.splitlines()):
+            offered = {*re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", line)}
+            if offered <= {line} or "var(" in line or "/--no-{}" in line or not offered:
+                continue  # the name of an option alone, or no option
+            named = [name for name in has if re.search(rf"\b{name}\b", line)]
+            others = [names for part, names in ELSEWHERE.items() if part in line]
+            allowed = set(has.get(own, common)).union(*(has[name] for name in named))
+            allowed |= set.intersection(*(has[name] for name in others[0])) if others else set()
+            wrong += [f"{file.name}: {line}"] * (not offered <= allowed)
+            checked += 1
+    assert not wrong, "\n".join(wrong)
+    assert checked > 100
 
 
 def test_options_of_data_are_those_of_every_command_that_reads_it():
