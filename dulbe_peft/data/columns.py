@@ -21,6 +21,7 @@ _PATHS = (
     *("imageid", "id", "sourcefile", "relativepath", "absolutepath"),
 )
 _FOLDERS = {"relativepath", "folder", "directory", "dir", "subfolder", "subdirectory", "folderpath", PATH, "filepath"}
+_FOLDERS |= {"ordner", "unterordner", "verzeichnis", "dossier", "carpeta", "cartella"}
 _LABELS = (LABEL, "labels", "class", "classname", "category", "target", "species", "breed", "choice")
 _SPLITS = (SPLIT, "set", "subset", "isvalid")
 _RANKS = {"kingdom", "phylum", "order", "family", "genus", "scientificname"}  # beside them, "class" is a rank, too
@@ -30,7 +31,8 @@ _BOXES = {"bbox", "bboxx", "bboxleft", "bboxxmin", "xmin", "x1", "boxleft", "xce
 _CONFIDENCES = {"confidence", "conf", "score", "detectionconf", "detectionconfidence", "classificationconfidence"}
 # How people and programs write that there is no value.
 NO_VALUE = {"", "nan", "null", "none", "<na>", "#n/a", "n/a", "na", "?", "-"}
-_TIMES = {"timestamp", "datetime", "datetimeoriginal", "createdate"}
+_TIMES = {"timestamp", "datetime", "datetimeoriginal", "createdate", "date", "datetaken", "capturetime", "datum"}
+_TIMES |= {"aufnahmedatum", "aufnahmezeit", "zeitpunkt", "zeitstempel", "fecha", "dateheure"}
 _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _YES, _NO = {"1", "1.0", "true"}, {"0", "0.0", "false", ""}
 

@@ -173,9 +173,11 @@ def output_file(path: str | Path, errors: str = "surrogateescape") -> Iterator[I
         yield file
 
 
-def rename_to_old(path: Path) -> None:
-    """Rename an existing file or folder to NAME.old, or NAME.old1 and so on, and print a message about it."""
-    print(f"renamed the existing {path} to {path.rename(_old_name(path))}", file=sys.stderr)
+def rename_to_old(path: Path) -> Path:
+    """Rename an existing file or folder to NAME.old, or NAME.old1 and so on, print a message, and return the name."""
+    old = path.rename(_old_name(path))
+    print(f"renamed the existing {path} to {old}", file=sys.stderr)
+    return old
 
 
 def keep_as_old(path: Path) -> None:

@@ -114,3 +114,16 @@ def test_existing_file_of_the_reads_is_kept_by_a_copy_where_links_are_impossible
     before = digests(read)
     main(["check", str(read / "data"), "--csv", str(read / "data" / "media.csv"), "--overwrite"])
     assert before <= digests(read) and (read / "data" / "media.csv.old").read_text() == "precious media.csv"
+
+
+def test_folder_that_was_moved_for_an_output_comes_back_if_nothing_was_written(tiny_model, read, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("precious")
+    for name in ("metadata.csv", "media.csv", "answers.json", "deep/train.parquet"):
+        (read / "data" / name).unlink()
+    given = ["run", "--model", str(tiny_model), "--data", str(read / "data"), "--group-seconds", "5", "--no-store"]
+    assert main([*given, "--output", str(out), "--overwrite"]) == 2  # the photographs do not say when they were taken
+    said = capsys.readouterr().err
+    assert f"renamed {out}.old back to {out}, because nothing was written" in said, said
+    assert (out / "mine.txt").read_text() == "precious" and not Path(f"{out}.old").exists()

@@ -215,7 +215,7 @@ def test_json_min_and_csv_of_label_studio_are_read(tmp_path):
     [
         ("File,RelativePath,DateTime,Species", "{},CamA,0{}-May-2026 10:00:00,{}"),
         ("File,RelativePath,Folder,Date,Time,Species", "{},CamA,Study,0{}-May-2026,10:00:00,{}"),
-        ("File;RelativePath;DateTime;confidence;Species", "{};CamA;0{}.05.2026 10:00;0,95;{}"),
+        ("Datei;Ordner;Datum;confidence;Species", "{};CamA;0{}.05.2026 10:00;0,95;{}"),
     ],
     ids=["Timelapse", "older Timelapse", "German Excel"],
 )

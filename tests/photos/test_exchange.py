@@ -70,7 +70,8 @@ def test_timelapse_sees_photographs_from_the_folder_with_its_template(folder, st
 def test_tasks_for_label_studio_are_as_it_imports_them_and_go_back_in(folder, study, tmp_path, capsys):
     file = tmp_path / "tasks.json"
     assert predict(folder, study, "--label-studio", file) == 0
-    assert f"LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT={tmp_path}\n" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT={tmp_path}, and add {study} as local storage" in said
     tasks = json.loads(file.read_text(encoding="utf-8"))
     for task in tasks:
         assert set(task) == {"data", "predictions"}

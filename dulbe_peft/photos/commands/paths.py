@@ -217,7 +217,15 @@ def _step_aside(path: str, sources: set[Path]) -> None:
     for other in (Path.cwd(), *sources):
         if target.resolve() in (other, *other.parents):
             raise ValueError(f"--overwrite would move {path}, which the command uses: choose another name")
-    rename_to_old(target)
+    old = rename_to_old(target)
+
+    def put_back() -> None:
+        if not os.path.lexists(target) and os.path.lexists(old):
+            old.rename(target)
+            print(f"renamed {old} back to {target}, because nothing was written", file=sys.stderr)
+
+    if (context := click.get_current_context(silent=True)) is not None:
+        context.call_on_close(put_back)
 
 
 def message_stream(*outputs: str | None) -> IO[str]:

@@ -58,6 +58,10 @@ SINGLE = (
     "{} of {} classes have one image or group, which cannot be left out: more of their images are rejected than "
     "--reject says, and fewer images are recognised as unknown"
 )
+LABEL_STUDIO = (
+    "Label Studio: start it with LABEL_STUDIO_LOCAL_FILES_SERVING_ENABLED=true "
+    "LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT={}, and add {} as local storage"
+)
 UNRELIABLE = (
     "--reject is not reliable here: when each class was left out in turn, its images were more novel than images of "
     "known classes in {:.0f} of 100 pairs; chance would give 50"
@@ -177,7 +181,7 @@ def predict(
     if timelapse:
         print("Timelapse: rename the column Species to your data label, whose list needs the classes", file=sys.stderr)
     if label_studio:
-        print(f"Label Studio: set LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT={os.path.dirname(photos)}", file=sys.stderr)
+        print(LABEL_STUDIO.format(os.path.dirname(photos), photos), file=sys.stderr)
     if csv and not is_stream(csv):
         print_next_command("report", csv, to=sys.stderr)
     elif written and sort_into is None and "-" not in paths:
