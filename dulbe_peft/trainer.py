@@ -93,6 +93,7 @@ class DualModeTrainer(Trainer):
         check_arguments(args, settings)
         for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
             check_dataset(name, dataset)
+        self._settings = settings
         self.learner = _learner_of(model, processing_class, args, settings)
         self.class_names = class_names
         self._task: _LoopTask | None = None
@@ -157,7 +158,7 @@ class DualModeTrainer(Trainer):
             raise ValueError("data_collator cannot be changed: batches are made of the learner's pixels, not of items")
         check_arguments(self.args, {})
         # What was set in `args` since then is used by the loop, and saved with the learner.
-        changed = replace(self.learner.args, **learner_settings(self.args, {}))
+        changed = replace(self.learner.args, **learner_settings(self.args, self._settings))
         if changed != self.learner.args:
             self.learner.change_settings(changed)
             self.learner.encoder.autocast = self.accelerator.autocast  # type: ignore[method-assign]
@@ -370,7 +371,8 @@ def _learner_of(
     """Return a learner with the settings of `args`: a new one for a model, or else the given one."""
     given = learner_settings(args, settings)
     if not isinstance(model, ClassIncrementalLearner):
-        learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**given))
+        own: dict[str, Any] = {"update_share": 1.0} | given  # the paper's share
+        learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**own))
         adapter, name = cast(DualModeLoraModel, learner.state.adapter), learner.state.adapter_name
         if adapter.history_rank or any(layer.is_trained(name) for layer in adapter.dual_mode_layers().values()):
             raise ValueError(

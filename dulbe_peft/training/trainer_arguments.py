@@ -122,6 +122,5 @@ def learner_settings(args: TrainingArguments, settings: dict[str, object]) -> di
         "num_workers": args.dataloader_num_workers or "auto",  # 0 is the default of transformers
         "device": args.device.type,
         "progress": not args.disable_tqdm,
-        "update_share": 1.0,  # the paper's
         **settings,
     }

@@ -145,7 +145,7 @@ def identity(tensors: Collection[torch.Tensor], samples: bool = False) -> tuple[
     tensors must be kept as long as the key, so that their ids stay unique.
     """
     key = tuple((id(t), t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors)
-    return key + tuple(map(sampled_values, tensors)) if samples else key
+    return key + tuple(sampled_values(t) for t in tensors if not t.is_meta) if samples else key
 
 
 def sampled_values(tensor: torch.Tensor) -> bytes:
