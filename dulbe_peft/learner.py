@@ -350,6 +350,12 @@ class ClassIncrementalLearner(TakesTurns):
             sum_up: A group for each of some classes, such as {"red fox": "carnivore"}: groups are predicted, with the
                 sum of the probabilities of their classes. A class without a group is a group of its own.
 
+        Returns:
+            For one image, the name of its class. For several, a list with the name for each. With `top_k` or
+            `coverage`, a list of names takes the place of each name. With `return_scores`, a pair of a name and its
+            probability, in [0, 1], takes the place of each name. With `return_novelty`, a pair of all this and the
+            novelty: a float for one image, and a list for several.
+
         Raises:
             ValueError: If no task has been learned yet, an image cannot be read, a class of `only` or `sum_up` has not
                 been learned, or too few images were held out for `reject` or `coverage`; the message says how many
