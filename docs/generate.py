@@ -80,25 +80,19 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Link the page of all tables where the site has it."""
-    return markdown.replace("](../research/benchmarks/tables.md", "](tables.md")
+    """Link the page of all tables where the site has it; name other files of the repository, which it has not."""
+    markdown = markdown.replace("](../research/benchmarks/tables.md", "](tables.md")
+    return re.sub(r"\[([^\]]+)\]\(\.\./((?:examples|research|tests)/[^)]*)\)", r"\1 (`\2`)", markdown)
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Convert formulas to MathML, which needs no script, and link every [`Name`] of a docstring."""
+    """Convert formulas to MathML, which needs no script."""
     from latex2mathml.converter import convert
 
     for pattern, display in ((r"\\\((.+?)\\\)", "inline"), (r"\\\[(.+?)\\\]", "block")):
         inside = re.compile(rf'(class="arithmatex">)\s*{pattern}\s*(?=<)', re.DOTALL)
         content = inside.sub(lambda m, display=display: m[1] + convert(html.unescape(m[2]), display=display), content)
-    return re.sub(r"\[<code>(\w+)</code>\]", lambda m: link_to(m[1]), content)
-
-
-def link_to(name: str) -> str:
-    """Return a link to a name that a page of the reference describes, or to a public name of the package."""
-    pages = "\n".join(read(path) for path in sorted((DOCS / "reference").glob("*.md")))
-    described = re.search(rf"^::: ([\w.]+\.{name})$", pages, flags=re.MULTILINE)
-    return f'<autoref identifier="{described[1] if described else f"dulbe_peft.{name}"}"><code>{name}</code></autoref>'
+    return content
 
 
 def readme_part(part: str) -> str:

@@ -424,11 +424,6 @@ TOO_WIDE = """() => [
   document.documentElement.scrollWidth]"""
 
 
-def skip_without_docs_packages(*more):
-    for name in ("mkdocs", "mkdocstrings", "latex2mathml", *more):
-        pytest.importorskip(name)
-
-
 def build(site, theme=None):
     """Build the pages in strict mode, in which warnings are errors. With -q, mkdocs would count no warnings."""
     config = ROOT / "mkdocs.yml"
@@ -442,7 +437,8 @@ def build(site, theme=None):
 
 
 def test_docs_build_with_a_theme_of_mkdocs(tmp_path):
-    skip_without_docs_packages()
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("latex2mathml")
     site = build(tmp_path / "site", theme="readthedocs")
     pages = sorted(ROOT.glob("docs/*.md"))
     assert len(pages) > 15
@@ -453,7 +449,8 @@ def test_docs_build_with_a_theme_of_mkdocs(tmp_path):
 
 
 def test_docs_do_not_scroll_sideways_at_1280_pixels(tmp_path, browser):
-    skip_without_docs_packages("material")
+    pytest.importorskip("material")
+    pytest.importorskip("latex2mathml")
     site = build(tmp_path / "site")
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     for path in sorted(site.rglob("index.html")):
