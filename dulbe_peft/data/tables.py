@@ -156,6 +156,8 @@ def _json_rows(path: Path) -> tuple[str, Rows, dict[str, int]]:
         whole = None
     if isinstance(whole, list) and any(_is_task(row) for row in whole):
         whole = _label_studio_rows(path, whole)
+    if isinstance(whole, dict) and {"images", "annotations", "categories"} <= {*whole}:
+        whole = _coco_rows(path, whole)
     unit, objects = "line", dict[int, Any]()
     try:
         if isinstance(whole, list):
@@ -206,8 +208,30 @@ def _label_studio_rows(path: Path, tasks: list[Any]) -> list[dict[str, Any]]:
     return [dict.fromkeys(controls, "") | row for row in rows]
 
 
+def _coco_rows(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each annotation of a COCO file, with its category and box, and for each image without one."""
+    try:
+        names = {category["id"]: category["name"] for category in content["categories"]}
+        plain = {image["id"]: {k: v for k, v in image.items() if k != "id"} for image in content["images"]}
+        rows = [
+            plain[each["image_id"]] | {"category": names[each["category_id"]], "bbox": each.get("bbox", "")}
+            for each in content["annotations"]
+        ]
+        annotated = {each["image_id"] for each in content["annotations"]}
+        rows += [image | {"category": "", "bbox": ""} for key, image in plain.items() if key not in annotated]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} has the keys of a COCO file, but is none: {error!r}") from error
+    boxes = any(row["bbox"] for row in rows)
+    return [row if boxes else {k: v for k, v in row.items() if k != "bbox"} for row in rows]
+
+
 def _check_row(path: Path, content: dict[str, Any]) -> None:
     """Raise a ValueError if an object does not describe one image, but, as COCO and MegaDetector do, all of them."""
+    if "detection_categories" in content:
+        raise ValueError(
+            f"{path} has what a machine found (MegaDetector), and no labels of a person: export a table from the "
+            "program in which they were given, such as Timelapse"
+        )
     if any(isinstance(value, (list, dict)) and value for value in content.values()):
         raise ValueError(
             f"{path} is one JSON object with the keys {list(content)[:5]}, expected a list of objects, one per image: "

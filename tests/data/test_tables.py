@@ -140,7 +140,12 @@ def test_json_of_one_object_per_image_is_read_and_other_json_is_refused(tmp_path
         json.dump(rows, packed)
     assert labels_of(tmp_path / "labels.json.gz") == {"a.png": "cat", "b.png": "dog"}
     for content, words in (
-        ({"images": [{"id": 1}], "annotations": [], "categories": [{}]}, "expected a list of objects, one per image"),
+        ({"images": [{"id": 1}], "annotations": [], "categories": [{}]}, "keys of a COCO file, but is none"),
+        ({"photos": [{"id": 1}], "version": 3}, "expected a list of objects, one per image"),
+        (
+            {"images": [{"file": "a.png"}], "detection_categories": {"1": "animal"}},
+            "what a machine found .* Timelapse",
+        ),
         (
             [{"id": 1, "data": {"image": "a.png"}, "annotations": []}],
             "has tasks of Label Studio, but no choice of a person: annotate them there",
@@ -190,6 +195,34 @@ def test_tasks_that_label_studio_exports_are_read(tmp_path):
         ([*tasks, 3], "entry 5 of .* is no task as Label Studio exports it"),
     ):
         file.write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=words):
+            load_data(file, None)
+
+
+def coco(annotations, **more):
+    """Return a COCO file with three images, as data sets of camera traps have it."""
+    images = [{"id": f"i{n}", "file_name": f"in/{n}.png", "location": n, "width": 9} for n in range(3)]
+    categories = [{"id": 5, "name": "deer"}, {"id": 7, "name": "fox"}]
+    rows = [{"id": k, "image_id": i, "category_id": c} | extra for k, (i, c, extra) in enumerate(annotations)]
+    return {"info": {}, "images": images, "annotations": rows, "categories": categories} | more
+
+
+def test_coco_files_are_read_also_with_boxes(tmp_path):
+    pictures(tmp_path, "in/0.png", "in/1.png", "in/2.png")
+    file = tmp_path / "traps.json"
+    file.write_text(json.dumps(coco([("i0", 5, {}), ("i2", 7, {})])))
+    assert relative(tmp_path, file) == {"in/0.png": "deer", "in/2.png": "fox"}, (
+        "an image without annotation is left out"
+    )
+    box = {"bbox": [1, 2, 3, 4]}
+    file.write_text(json.dumps(coco([("i0", 5, box), ("i0", 5, box), ("i0", 7, box), ("i1", 7, box)])))
+    assert relative(tmp_path, file) == {"in/0.png": "deer", "in/1.png": "fox"}, "the class with most boxes"
+    for annotations, words in (
+        ([("i0", 5, {}), ("i0", 7, {})], "lists images twice: .*0.png"),
+        ([("i0", 9, {})], "keys of a COCO file, but is none: KeyError"),
+        ([("i9", 5, {})], "keys of a COCO file, but is none: KeyError"),
+    ):
+        file.write_text(json.dumps(coco(annotations)))
         with pytest.raises(ValueError, match=words):
             load_data(file, None)
 

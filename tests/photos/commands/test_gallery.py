@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 from PIL import Image
-from served import photo, served, two_colours
+from served import photo, running, served, two_colours
 from test_serving import ask
 
 from dulbe_peft import ClassIncrementalLearner
@@ -249,6 +250,48 @@ def test_correction_that_cannot_be_saved_changes_nothing(folder, heap, tmp_path,
     (output / "labels.csv").write_text((output / "labels.csv").read_text().replace(",red,", ",sky,", 1))
     with pytest.raises(CheckpointError, match="was changed or removed by another program"):
         correct(app, names[1], "green")
+
+
+@pytest.mark.parametrize("to", ["green", "", None])
+def test_hard_stop_between_the_table_and_the_learner_is_seen(folder, heap, tmp_path, monkeypatch, to):
+    """A correction is in the table first. If the machine stops then, the next start says what differs."""
+    output, stopped = tmp_path / "taught", tmp_path / "stopped"
+    app = start(folder, output, heap)
+    names = [label(app, "red") for _ in range(5)]
+    save = app.learner.save_pretrained
+
+    def save_after_a_copy(place):
+        shutil.copytree(output, stopped)
+        save(place)
+
+    monkeypatch.setattr(app.learner, "save_pretrained", save_after_a_copy)
+    correct(app, names[0], to)
+    again = start(folder, stopped, heap)
+    row = listed(again, kind="all")[names[0]]
+    assert (row["shown"], row["state"]) == ("red", "learned") and kept(stopped).get(names[0]) == to
+    if to is not None:
+        assert again.notes and row["note"] == f"not learned again: the table says {to or 'none of these'}"
+    correct(again, names[0], to)  # does the rest
+    rows = listed(again, kind="all")
+    assert (
+        rows[names[0]]["state"] == {"green": "learned", "": "none", None: "answer"}[to] and not rows[names[0]]["note"]
+    )
+    assert again.facts()["counts"]["red"] == 8 and not start(folder, stopped, heap).notes
+
+
+def test_two_windows_label_and_correct_at_once(folder, heap, tmp_path):
+    with running(folder, output=tmp_path / "taught", photographs=heap) as server, ThreadPoolExecutor(8) as pool:
+        url = "http://{}:{}".format(*server.server_address[:2])
+        photo_now = ask(f"{url}/facts")[1]["labelling"]["photo"]
+        same = [pool.submit(ask, f"{url}/label", {"photo": photo_now, "class": name}) for name in ("red", "green") * 4]
+        statuses = sorted(answer.result()[0] for answer in same)
+        assert statuses == [200] + [400] * 7, "one label counts, and the others are told"
+        rows = ask(f"{url}/look", {"kind": "all"})[1]["rows"]
+        asked = [pool.submit(ask, f"{url}/correct", {"id": row["id"], "class": "green"}) for row in rows * 2]
+        assert {answer.result()[0] for answer in asked} == {200}
+        facts = ask(f"{url}/facts")[1]
+        assert facts["labelling"]["labelled"] == 12 and facts["labelling"]["left"] == 0
+    assert set(kept(tmp_path / "taught").values()) == {"green"} and len(kept(tmp_path / "taught")) == 12
 
 
 def test_edited_label_is_shown_and_corrected(folder, heap, tmp_path):

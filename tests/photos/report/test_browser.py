@@ -389,7 +389,7 @@ def test_labels_are_seen_filtered_corrected_and_undone_on_the_page(folder, brows
         page.select_option("#kind", "answers")
         wait(6)
         page.select_option("#order", "doubt")
-        page.get_by_role("button", name="✓ correct").first.click()
+        page.get_by_role("button", name="✓ right").first.click()
         wait(5)
         page.select_option("#kind", "all")
         wait(12)
