@@ -306,6 +306,11 @@ class Choice(Fitted):
     so all classes have the same weight, and later tasks weigh more than earlier ones. The usual kappa follows from how
     well the texts alone predict the labels, and the usual T from the temperatures of images and of texts.
 
+    T is chosen last, in the order of the properties below: the `usual_temperatures` follow from the sums; `losses` is
+    the whole expression, for every setting, T and w; `mode` are the settings with the smallest of these, and
+    `best_temperature` is the T with the smallest of those for these settings, between the values of the grid. With
+    `chooses`, the scores are divided by it (`unit`), and the `temperature` that remains for `probabilities` is 1.
+
     With few images, the choice stays near the usual kappa and rho. If no image was left out, no random features are
     used, and kappa, rho and T are the usual ones. If no class has two images, the covariance is the same for every
     rho. The result of "auto" depends on the order of the classes: each image is scored against the classes that were

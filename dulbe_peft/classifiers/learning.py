@@ -1,9 +1,12 @@
 """How a classifier learns classes and further images, and what it measures on the images that it leaves out."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,11 +15,13 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.answering import Answering, temperature
 from dulbe_peft.classifiers.checks import check_labels
-from dulbe_peft.classifiers.leaving import Left, held_out
 from dulbe_peft.classifiers.rule import Rule, added_views, check_can
 from dulbe_peft.classifiers.state import State, check_shapes
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.torch_settings import float32_by_default, one_thread, without_autocast
+
+if TYPE_CHECKING:
+    from dulbe_peft.classifiers.leaving import Left
 
 # Embeddings of single texts, (T, d), and the class of each, (T,).
 EachText = tuple[Tensor | np.ndarray, Tensor | np.ndarray | Sequence[int]]
@@ -236,6 +241,8 @@ class Learning(Answering):
         self, start: State, images: Tensor, labels: Tensor, new: list[str], groups: Tensor | None
     ) -> tuple[dict[str, Tensor], Left | None]:
         """Hold out images of the new task; return what the rule chooses on them, and their scores and labels."""
+        from dulbe_peft.classifiers.leaving import held_out
+
         held, left = held_out(images, labels, groups)
         if type(self.rule).judged is not Rule.judged or not held.any() or len(self._class_names) + len(new) < 2:
             return {}, None

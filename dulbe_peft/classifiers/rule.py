@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Le
@@ -40,9 +40,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.checks import random_features, same_scores
-from dulbe_peft.classifiers.leaving import Left
 from dulbe_peft.classifiers.state import Fitted, Layout, State, per_class, shared
 from dulbe_peft.utils.settings import LEAST, check_settings, documented, setting
+
+if TYPE_CHECKING:
+    from dulbe_peft.classifiers.leaving import Left
 
 TextDim = Annotated[int, Ge(0)]
 LogitScale = Annotated[float, Ge(LEAST), Le(1e30)]  # logits stay finite in float32
