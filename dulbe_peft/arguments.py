@@ -118,7 +118,8 @@ class AdapterSettings:
 @documented
 @dataclass(frozen=True)
 class LearnerArguments:
-    """Settings of [`ClassIncrementalLearner`]. The defaults are the paper's, except for `drift` and `update_share`.
+    """Settings of [`ClassIncrementalLearner`]. The defaults are the paper's, except for `drift`,
+    `update_share` and `planning_images`.
 
     Raises:
         ValueError, TypeError: If a value is outside its limits, or has the wrong type; the message names the field.
@@ -140,6 +141,11 @@ class LearnerArguments:
         "How much of what a task has changed is kept when it ends; the paper keeps all, 1. auto: chosen after the "
         "training, from the share of the task's images for which the names were wrong before, and from how far the "
         "features of these images have moved.",
+    )
+    planning_images: Annotated[int, Ge(1)] | Literal["all"] = setting(
+        256,
+        "From how many of a task's images, at most, its modes are planned and the share of its update is chosen. They "
+        "are drawn evenly over the classes. The paper plans from all.",
     )
     lr_schedule: Literal["step", "epoch"] = setting(
         "step", "Cosine schedule. step: to 0, updated at every step; epoch: to 0.01 of the rate, updated every epoch."

@@ -371,7 +371,7 @@ def _learner_of(
     """Return a learner with the settings of `args`: a new one for a model, or else the given one."""
     given = learner_settings(args, settings)
     if not isinstance(model, ClassIncrementalLearner):
-        own: dict[str, Any] = {"update_share": 1.0} | given  # the paper's share
+        own: dict[str, Any] = {"update_share": 1.0, "planning_images": "all"} | given  # the paper's
         learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**own))
         adapter, name = cast(DualModeLoraModel, learner.state.adapter), learner.state.adapter_name
         if adapter.history_rank or any(layer.is_trained(name) for layer in adapter.dual_mode_layers().values()):

@@ -53,5 +53,7 @@ def describe(state: LearnerState, local: bool) -> LearnerFile:
 def read(folder: Path) -> LearnerFile:
     """Read the file in a folder, inside of `load_errors`."""
     record = read_record(folder / LEARNER_FILE, LearnerFile)
-    record.arguments.setdefault("update_share", 1.0)  # learners without it have kept all of each task's update
+    # Learners without these settings have planned each task from all of its images, and kept all of its update.
+    record.arguments.setdefault("update_share", 1.0)
+    record.arguments.setdefault("planning_images", "all")
     return record

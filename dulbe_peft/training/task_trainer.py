@@ -6,11 +6,12 @@ Reference: Appendix "Complete Procedure", Algorithm 1.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -118,7 +119,8 @@ class TaskTrainer:
     """Learn one task with a strategy, given the state before it and the task's images.
 
     `teacher`, (n, d), are the features of all images, and `old_text`, (C, d), the text embeddings of the old classes,
-    both by the model before the task. Either is None if the strategy does not need it.
+    both by the model before the task. Either is None if the strategy does not need it, as in the first task.
+    `sample` are the images by which the task is planned and the share of its update is chosen.
     """
 
     def __init__(self, state: LearnerState, encoder: Encoder, images: PixelDataset, log: Log | None = None) -> None:
@@ -133,6 +135,8 @@ class TaskTrainer:
         counts = np.bincount(images.labels, minlength=len(self.names)).tolist()
         rate = self.strategy.rate(self.args) if self.strategy.adapts else None
         self.record = TaskRecord(dict(zip(self.names, counts, strict=True)), rate)
+        self.sample = drawn_evenly(images.labels, self.args.planning_images, self.args.seed, self.index)
+        self.sampled: torch.Tensor | None = None  # (sample, d), their features before the task; set to choose a share
         self.teacher: torch.Tensor | None = None
         self.old_text: torch.Tensor | None = None
         self.seen_text: torch.Tensor | None = None  # (C + classes, d), with the new classes; set to choose a share
@@ -168,12 +172,11 @@ class TaskTrainer:
         """Return how much of what the task changed is kept: that of the settings, or for "auto" a chosen one."""
         if self.args.update_share != "auto":
             return self.args.update_share
-        if self.teacher is None or self.seen_text is None:
+        if self.sampled is None or self.seen_text is None:
             return 1.0
-        with torch.no_grad():
-            after, _ = self.encode("share", False)
-        labels = torch.as_tensor(self.images.labels, device=after.device) + len(self.state.class_names)
-        before, projection = self.teacher, self.encoder.projection
+        after = self.encode_rows("share", self.sample)
+        labels = torch.as_tensor(self.images.labels[self.sample], device=after.device) + len(self.state.class_names)
+        before, projection = self.sampled, self.encoder.projection
         if projection is not None:
             before, after = (F.normalize(rows @ projection.T, dim=1) for rows in (before, after))
         return on_main_process(lambda: share_of(*facts(before, after, labels, cast(torch.Tensor, self.seen_text))))
@@ -190,16 +193,20 @@ class TaskTrainer:
     def begin(self) -> None:
         """Measure the new task, and install its bases."""
         task, needs, altered = self.task, self.strategy.needs, self.strategy.measuring(self.task)
+        chooses = self.args.update_share == "auto" and can_share(self.state)
         with self.encoder.profile.phase("probe"):
             with altered or nullcontext():
                 if GRADIENTS in needs:
-                    task.gradients, self.teacher = self.probe()
+                    task.gradients, self.sampled = self.probe()
                 if INPUTS in needs:
                     self.teacher, task.inputs = self.encode("probe", True)
-            drifts = self.args.drift != "none" and self.index > 0
-            chooses = self.args.update_share == "auto" and can_share(self.state)
-            if (self.teacher is None or altered) and (drifts or TEACHER in needs or chooses):
-                self.teacher, _ = self.encode("probe", False)
+            if altered:
+                self.sampled = self.teacher = None
+            if self.teacher is None and self.index and (self.args.drift != "none" or TEACHER in needs):
+                self.teacher = self.encode_all("probe")
+            if chooses and self.sampled is None:
+                known = self.teacher is not None
+                self.sampled = self.teacher[self.sample] if known else self.encode_rows("probe", self.sample)
         if self.index and TEACHER in needs:
             self.old_text = self._text(self.state.class_names)
         if chooses and self.encoder.has_names:
@@ -233,7 +240,7 @@ class TaskTrainer:
     # ------------------------------------------------------------------ passes without a step
 
     def probe(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Return the gradient of every adapted layer's weight and the features of all images, (n, d), in one pass."""
+        """Return the gradient of every adapted layer's weight and the features, (sample, d), of the sampled images."""
         features = torch.zeros(len(self.images), self.encoder.embed_dim, device=self.encoder.device)
         text = self._text(self.names)
 
@@ -243,12 +250,33 @@ class TaskTrainer:
             features[index] = embeds.detach()
             return cross_modal_loss(embeds, text, labels, self.logit_scale), len(index)
 
-        batches = self.encoder.training_batches(self.images, self.title("probe"), range(len(self.images)))
+        batches = self.encoder.training_batches(self.images, self.title("probe"), self.sample)
         with self.adapter.skip_zero_modes(), raise_in_all():
             sums, size = summed_gradients(self.adapter, batches, loss_fn)
         # Each process has the loss of all rows, but the gradient of its own rows only.
         sum_over_processes(sums.values())
-        return {name: gradient.div_(size) for name, gradient in sums.items()}, features
+        return {name: gradient.div_(size) for name, gradient in sums.items()}, features[self.sample]
+
+    @torch.no_grad()
+    def encode_rows(self, phase: str, rows: list[int]) -> torch.Tensor:
+        """Return the features of some images, (rows, d)."""
+        features = torch.zeros(len(self.images), self.encoder.embed_dim, device=self.encoder.device)
+        with self.state.resting(), raise_in_all():
+            for pixels, _, index, *_ in self.encoder.batches(self.images, self.title(phase), rows):
+                features[index] = self.encoder.image_embeds(pixels)
+        sum_over_processes([features])
+        return features[rows]
+
+    def encode_all(self, phase: str) -> torch.Tensor:
+        """Return the features of all images, (n, d); those of sampled images are reused."""
+        if self.sampled is None:
+            return self.encode(phase, False)[0]
+        rest = sorted(set(range(len(self.images))) - set(self.sample))
+        features = self.sampled.new_zeros(len(self.images), self.sampled.shape[1])
+        features[self.sample] = self.sampled
+        if rest:
+            features[rest] = self.encode_rows(phase, rest)
+        return features
 
     def encode(self, phase: str, collect: bool) -> tuple[torch.Tensor, OccupationStatistics]:
         """Return the features of all images, (n, d), and with `collect` also X'X of every adapted layer's inputs."""
@@ -410,6 +438,22 @@ def _frozen(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
+
+
+def drawn_evenly(labels: np.ndarray, most: int | Literal["all"], seed: int, task: int) -> list[int]:
+    """Return at most `most` rows in ascending order, drawn from all classes alike; all rows if there are no more.
+
+    >>> drawn_evenly(np.array([0, 0, 0, 0, 1, 2, 2]), 5, seed=0, task=0)
+    [2, 3, 4, 5, 6]
+    """
+    if most == "all" or len(labels) <= most:
+        return list(range(len(labels)))
+    order = np.random.default_rng([seed, task]).permutation(len(labels))
+    turn, seen = np.empty(len(labels), dtype=int), Counter[int]()
+    for row in order:  # the first image of each class, then the second one, and so on
+        turn[row] = seen[labels[row]]
+        seen[labels[row]] += 1
+    return sorted(order[np.argsort(turn[order], kind="stable")][:most].tolist())
 
 
 def _moved(notes: dict[str, object], device: torch.device | str) -> dict[str, object]:

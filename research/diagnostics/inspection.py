@@ -22,8 +22,8 @@ def inspect_task(
 ) -> dict[str, LayerDemand]:
     """Measure how a new task would change every layer, and which part of the change the modes could represent.
 
-    The learner is not changed. The probe runs every image once forward and backward. If the learner does not keep
-    occupation statistics, earlier tasks are not taken into account.
+    The learner is not changed. As `learn_task` would, this runs at most `planning_images` images forward and backward.
+    If the learner does not keep occupation statistics, earlier tasks are not taken into account.
 
     Reference:
         Figures "gradient-space diagnostics" and "Motivating observations" (a).

@@ -143,7 +143,8 @@ def test_paper_arguments_equal_the_learners_defaults(base, tasks, tmp_path):
     paper = paper_arguments(str(tmp_path), **quiet)
     trainer = DualModeTrainer(model, paper, tasks[0].train, processing_class=processor)
     trainer.train()
-    defaults = LearnerArguments(precision=trainer.learner.args.precision, learning_rate=1e-3, update_share=1)
+    the_papers = {"learning_rate": 1e-3, "update_share": 1, "planning_images": "all"}
+    defaults = LearnerArguments(precision=trainer.learner.args.precision, **the_papers)
     assert trainer.learner.args.portable() == defaults.portable()
     assert list(trainer.learner.classifiers) == ["bayes", "pooled_bridge"]
     expected = learner_of(base, classifiers=None, epochs=defaults.epochs, batch_size=defaults.batch_size)

@@ -70,7 +70,8 @@ def run(
     from dulbe_peft.photos.runs.setup import set_up
 
     setup = set_up(*given)
-    trains = {"epochs", "batch_size", "learning_rate", "update_share", *field_types(AdapterSettings)} & set(settings)
+    trains = {"epochs", "batch_size", "learning_rate", "update_share", "planning_images"}
+    trains = (trains | {*field_types(AdapterSettings)}) & set(settings)
     if trains and not setup.learner.strategy.adapts:
         unused = ", ".join("--" + name.replace("_", "-") for name in sorted(trains))
         print(f"{unused} has no effect, because nothing is trained: --strategy dulbe trains", file=sys.stderr)

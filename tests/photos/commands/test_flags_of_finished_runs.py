@@ -54,6 +54,7 @@ VALUES = {
     "fold": "decay=0.5",
     "modules_to_save": "x",
     "update_share": "0.02",
+    "planning_images": "7",
     "epochs": "2",
     "batch_size": "3",
     "learning_rate": "0.1",
