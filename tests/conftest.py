@@ -172,3 +172,24 @@ def digit_folders(tmp_path_factory) -> Callable[[int, int, int], Path]:
         return root
 
     return write
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch) -> Path:
+    """A working folder for programs on pages, with 8 images of each digit.
+
+    Strategies that a page registers are removed afterwards.
+    """
+    import write_saved
+
+    from dulbe_peft.strategies import STRATEGIES
+    from dulbe_peft.streams.tasks import class_incremental_tasks
+
+    monkeypatch.chdir(tmp_path)
+    train, test = write_saved.digits(0, 8), write_saved.digits(24, 30)
+    monkeypatch.setattr(
+        "dulbe_peft.streams.digits.digit_tasks",
+        lambda increment=2: class_incremental_tasks(train, test, increment=increment),
+    )
+    monkeypatch.setattr(STRATEGIES, "_classes", dict(STRATEGIES._classes))
+    return tmp_path
