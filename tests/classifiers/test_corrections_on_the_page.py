@@ -19,7 +19,7 @@ def named(pattern):
 
 EXACT = named(r"is exact up to rounding for (.*?), but settings")
 REFUSES = named(r"only (`\w+`) refuses\.")
-REMOVES = EXACT | named(r"Of them, (`\w+`) can remove an image")
+REMOVES = EXACT | named(r"(`\w+`) can also remove an image")
 JOINS = EXACT | named(r"and (`\w+`) can join two classes")
 
 
