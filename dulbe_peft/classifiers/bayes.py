@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -693,7 +693,7 @@ class BayesClassifier(Classifier, rule=BayesRule):
     if TYPE_CHECKING:
 
         @takes(BayesRule)
-        def __init__(self, *settings: Any, **named: Any) -> None: ...
+        def __init__(self) -> None: ...
 
     @property
     def choice(self) -> tuple[float, float, int, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from annotated_types import Ge, Gt, Le, Len
@@ -237,7 +237,7 @@ class BridgeEnsembleHead(Classifier, rule=BridgeRule):
     if TYPE_CHECKING:
 
         @takes(BridgeRule)
-        def __init__(self, *settings: Any, **named: Any) -> None: ...
+        def __init__(self) -> None: ...
 
     @property
     def num_depths(self) -> int:

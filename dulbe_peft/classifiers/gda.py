@@ -4,7 +4,7 @@ logits = (tau z' e_c + alpha times the score of `lda`) / max(1, alpha)      the 
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ class GdaClassifier(LdaClassifier, rule=GdaRule):
     if TYPE_CHECKING:
 
         @takes(GdaRule)
-        def __init__(self, *settings: Any, **named: Any) -> None: ...
+        def __init__(self) -> None: ...
 
     def weight(self) -> float:
         """Return alpha."""

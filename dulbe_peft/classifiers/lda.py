@@ -8,7 +8,7 @@ score = z' Sigma^-1 m_c - m_c' Sigma^-1 m_c / 2
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from annotated_types import Gt, Le
@@ -202,7 +202,7 @@ class LdaClassifier(Classifier, rule=LdaRule):
     if TYPE_CHECKING:
 
         @takes(LdaRule)
-        def __init__(self, *settings: Any, **named: Any) -> None: ...
+        def __init__(self) -> None: ...
 
     @property
     def means(self) -> Tensor:

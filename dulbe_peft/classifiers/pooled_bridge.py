@@ -264,7 +264,7 @@ class PooledBridgeHead(BridgeEnsembleHead, rule=PooledBridgeRule):
     if TYPE_CHECKING:
 
         @takes(PooledBridgeRule)
-        def __init__(self, *settings: Any, **named: Any) -> None: ...
+        def __init__(self) -> None: ...
 
     @property
     def depth_weights(self) -> Tensor:

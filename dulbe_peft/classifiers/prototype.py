@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ class PrototypeClassifier(Classifier, rule=PrototypeRule):
     if TYPE_CHECKING:
 
         @takes(PrototypeRule)
-        def __init__(self, *settings: Any, **named: Any) -> None: ...
+        def __init__(self) -> None: ...
 
     @property
     def visual_prototypes(self) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -214,7 +214,7 @@ class RidgeClassifier(Classifier, rule=RidgeRule):
     if TYPE_CHECKING:
 
         @takes(RidgeRule)
-        def __init__(self, *settings: Any, **named: Any) -> None: ...
+        def __init__(self) -> None: ...
 
     def strength(self) -> float:
         """Return lambda."""

@@ -15,7 +15,7 @@ Reference: "BOFA: Bridge-Layer Orthogonal Low-Rank Fusion for CLIP-Based Class-I
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from annotated_types import Ge
@@ -134,7 +134,7 @@ class BofaClassifier(PrototypeClassifier, rule=BofaRule):
     if TYPE_CHECKING:
 
         @takes(BofaRule)
-        def __init__(self, *settings: Any, **named: Any) -> None: ...
+        def __init__(self) -> None: ...
 
     @property
     def prototypes(self) -> Tensor:

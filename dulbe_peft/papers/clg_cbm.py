@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from annotated_types import Ge
@@ -116,7 +116,7 @@ class ClgCbmClassifier(Classifier, rule=ClgCbmRule):
     if TYPE_CHECKING:
 
         @takes(ClgCbmRule)
-        def __init__(self, *settings: Any, **named: Any) -> None: ...
+        def __init__(self) -> None: ...
 
     def concepts(self, class_name: str, k: int = 5) -> list[tuple[str, int, float]]:
         """Return the k concepts that contribute most to a class, largest contribution first.
