@@ -268,8 +268,8 @@ class Query:
     """What is asked about each image, see `ClassIncrementalLearner.predict`."""
 
     top_k: AtLeastOne = setting(1, "how many classes to give for each image")
-    reject: Share | None = setting(None, 'allow "none of these", with this share of false alarms')
-    coverage: Share | None = setting(None, "give sets of classes that contain the correct one with this probability")
+    reject: Share | None = setting(None, 'allow "none of these" with this share of false alarms')
+    coverage: Share | None = setting(None, "give sets that hold the right class this often")
     novelty: bool = setting(False, "say how unlike all learned images the image is")
     only: tuple[str, ...] | None = setting(None, "the only classes that are possible, such as those of a site")
     sum_up: Mapping[str, str] | None = setting(None, "class -> group: give groups, whose probabilities are summed")

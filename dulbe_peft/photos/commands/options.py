@@ -228,7 +228,7 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
     given = {"learner": setting(None if optional else ..., text, place=True)}
     given["model"] = setting(None, f"the base model, if it was moved{alone}")
     if choose:
-        given["classifier"] = setting(None, "which of the learner's classifiers predicts (default: the first)")
+        given["classifier"] = setting(None, "classifier that predicts (default: the first one)")
 
     def add(function: Any) -> Any:
         @wraps(function)

@@ -7,12 +7,10 @@
 
 Folders are read recursively. Unreadable files are reported and skipped. After a stop, repeat the command:
 the feature store has the images encoded so far. With --reject 0.05, an image is "none of these" if its
-novelty exceeds that of 95 % of the training images. With --coverage 0.95, sets of classes hold the correct
-one for 95 of 100 images of known classes.
-
-With --group or --group-seconds, as for run, all photographs of an item or event get one answer, in every
-output. It has the mean of their log-probabilities, and is "none of these" if most of them are. In a folder
-with a Camtrap DP package, --group can be eventID or deploymentID.
+novelty exceeds that of 95 % of the training images. With --group or --group-seconds, as for run, all
+photographs of an item or event get one answer, in every output: that of the mean of their
+log-probabilities, or "none of these" if most of them are. In a folder with a Camtrap DP package, --group
+can be eventID or deploymentID.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ def predict(
     learner: str,
     load: Load,
     paths: tuple[str, ...] = setting(..., "images or folders; -: paths on standard input", place=True),
-    csv: File | None = setting(None, "write path, predicted, probability, novelty; -: stdout"),
+    csv: File | None = setting(None, "write a table; -: standard output"),
     json_file: File | None = setting(None, "write the same as JSON; - is standard output", flag="--json"),
     exiftool: File | None = setting(None, "write keywords below `dulbe` for exiftool -csv+=FILE"),
     camtrap_dp: File | None = setting(

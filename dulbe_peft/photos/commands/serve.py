@@ -9,9 +9,9 @@ after each change, and the second command continues with it; without --output, n
 
 With --photos, the page asks for the labels of these photographs, one after the other, the most useful
 first. Press 1 to 5 for a proposed class, or type a name and press Enter. Each label is written to
-OUTPUT/labels.csv at once (an empty label means "none of these"), and read from there at the next
-start. Labels are learned five at a time, and when the server stops. Below, the page lists what was
-labelled and what the learner answers, by folder, class and doubt, to correct and to undo.
+OUTPUT/labels.csv at once (an empty one means "none of these"), and read from there at the next start.
+Labels are learned five at a time, and when the server stops. Below, the page lists all labels and the
+learner's answers, by folder, class and doubt, to correct and to undo.
 
 Only this machine can reach the page unless --host allows others, and photographs stay on this
 machine. Open the page by its address, or by a name given with --name. If you have no learner yet,
