@@ -52,7 +52,7 @@ def serve(
     learner: str,
     load: Load,
     output: Folder | None = setting(None, "save the learner here after each change (default: do not save)"),
-    photos: Folder | None = setting(None, "folder of photographs to label, to look at and correct"),
+    photos: Folder | None = setting(None, "folder of photographs to label and to look at"),
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 lets the whole network connect"),
     names: tuple[str, ...] = setting((), "further name of the page, such as that of a proxy", flag="--name"),
     port: Annotated[int, Ge(0), Le(65535)] = setting(7860, "port to listen on; 0 chooses a free one"),
