@@ -205,8 +205,8 @@ class TaskTrainer:
             if self.teacher is None and self.index and (self.args.drift != "none" or TEACHER in needs):
                 self.teacher = self.encode_all("probe")
             if chooses and self.sampled is None:
-                known = self.teacher is not None
-                self.sampled = self.teacher[self.sample] if known else self.encode_rows("probe", self.sample)
+                teacher, rows = self.teacher, self.sample
+                self.sampled = self.encode_rows("probe", rows) if teacher is None else teacher[rows]
         if self.index and TEACHER in needs:
             self.old_text = self._text(self.state.class_names)
         if chooses and self.encoder.has_names:
