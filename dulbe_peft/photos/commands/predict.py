@@ -51,15 +51,19 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.metrics.prediction import Prediction
     from dulbe_peft.photos.item_answers import ItemAnswers
 
+    Writer = Callable[[Sequence[Prediction], str], None]
+
 MEASURED = "when each of your classes was left out in turn, {:.0f} of 100 of its images were recognised as unknown"
 SINGLE = (
     "{} of {} classes have one image or group, which cannot be left out: more of their images are rejected than "
     "--reject says, and fewer images are recognised as unknown"
 )
-LABEL_STUDIO = (
-    "Label Studio: start it with LABEL_STUDIO_LOCAL_FILES_SERVING_ENABLED=true "
-    "LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT={}, and add {} as local storage"
-)
+SUFFIX = {"--json": ".json", "--label-studio": ".json"}  # of the others, ".csv"
+ADVICE = {
+    "--timelapse": "Timelapse: rename the column Species to your data label, whose list needs the classes",
+    "--label-studio": "Label Studio: start it with LABEL_STUDIO_LOCAL_FILES_SERVING_ENABLED=true "
+    "LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT={}, and add {} as local storage",
+}
 UNRELIABLE = (
     "--reject is not reliable here: when each class was left out in turn, its images were more novel than images of "
     "known classes in {:.0f} of 100 pairs; chance would give 50"
@@ -98,13 +102,14 @@ def predict(
     query = Query(**given, novelty=bool(csv or json_file))
     check_given(only=only, sum_up=sum_up)
     package = _package(paths) if camtrap_dp else None
-    files = [("--csv", csv, ".csv"), ("--json", json_file, ".json"), ("--exiftool", exiftool, ".csv")]
-    files += [("--by-group", by_group, ".csv"), ("--camtrap-dp", camtrap_dp, ".csv")]
-    files += [("--timelapse", timelapse, ".csv"), ("--label-studio", label_studio, ".json")]
+    files = {"--csv": csv, "--json": json_file, "--exiftool": exiftool, "--timelapse": timelapse}
+    files |= {"--label-studio": label_studio, "--camtrap-dp": camtrap_dp, "--by-group": by_group}
+    outputs = {flag: path for flag, path in files.items() if path is not None}
     images = list(_images(paths))
     if not images:
         raise ValueError("standard input is empty, expected one path per line")
-    claim(*files, reads=images, overwrite=overwrite)
+    kinds = [(flag, path, SUFFIX.get(flag, ".csv")) for flag, path in outputs.items()]
+    claim(*kinds, reads=images, overwrite=overwrite)
     claim(("--sort-into", sort_into, FOLDER), apart=images)
     check_images(images)
     photos = _folder(images) if timelapse or label_studio else ""
@@ -116,21 +121,8 @@ def predict(
 
     _warn(loaded, query.reject)
     rows: list[Prediction] = []
-    classifier = loaded.classifier.name
-    writers: list[tuple[str | None, Callable[[Sequence[Prediction], str], None]]] = [
-        (csv, output_files.write_table),
-        (json_file, output_files.write_json),
-        (exiftool, output_files.write_keywords),
-    ]
-    if timelapse:
-        writers.append((timelapse, partial(output_files.write_timelapse, root=_timelapse_root(photos))))
-    if label_studio:  # it wants the photographs in a folder below its root
-        tasks = partial(output_files.write_tasks, root=os.path.dirname(photos), classifier=classifier)
-        writers.append((label_studio, tasks))
-    if package is not None:
-        observe = partial(output_files.write_observations, package=package, classifier=classifier)
-        writers.append((camtrap_dp, observe))
-    wanted = [(path, write) for path, write in writers if path is not None]
+    writers = _writers(photos, package, loaded.classifier.name)
+    wanted = [(path, writers[flag]) for flag, path in outputs.items() if flag in writers]
     photographs = unlabelled_images(images)
     items = _items(photographs, group, group_seconds, query.top_k) if grouping else None
     if items is not None:
@@ -165,31 +157,41 @@ def predict(
             write(rows, path)
     for line in Inventory({}, left_out=[*photographs.left_out]).problems():
         print(line, file=sys.stderr)
-    tables = [*(path for path, _ in wanted), *([by_group] if by_group else [])]
-    written: list[str | None] = [path for path in tables if path != "-"]
-    written += [sort_into] * bool(sort_into)
-    if (
-        wanted
-        or items is not None
-        or sort_into
-        or query.reject is not None
-        or any(row.error is not None for row in rows)
-    ):
+    written = [path for path in (*outputs.values(), sort_into) if path is not None and path != "-"]
+    unread = [row.error is not None for row in rows]
+    if outputs or items is not None or sort_into or query.reject is not None or any(unread):
         _print_summary(rows, query.reject is not None, written)
-    if timelapse:
-        print("Timelapse: rename the column Species to your data label, whose list needs the classes", file=sys.stderr)
-    if label_studio:
-        print(LABEL_STUDIO.format(os.path.dirname(photos), photos), file=sys.stderr)
+    for flag in filter(outputs.__contains__, ADVICE):
+        print(ADVICE[flag].format(os.path.dirname(photos), photos), file=sys.stderr)
     if csv and not is_stream(csv):
         print_next_command("report", csv, to=sys.stderr)
     elif written and sort_into is None and "-" not in paths:
-        print_next_command("predict", learner, *paths, classifier=classifier, sort_into="sorted", to=sys.stderr)
-    if all(row.error is not None for row in rows):
+        name = loaded.classifier.name
+        print_next_command("predict", learner, *paths, classifier=name, sort_into="sorted", to=sys.stderr)
+    if all(unread):
         return 2
     missing = [path for path in images if not os.path.lexists(path)]
     if missing:
         print(f"{counted(len(missing), 'file')} missing, such as {printable(missing[0])}", file=sys.stderr)
     return 1 if missing else 0
+
+
+def _writers(photos: str, package: Path | None, classifier: str) -> dict[str, Writer]:
+    """Return the function that writes each output of a row per image, by its flag.
+
+    Timelapse and Label Studio see the photographs in the folder `photos`, and `package` is a Camtrap DP package.
+    """
+    from dulbe_peft.photos import output_files as files
+
+    found: dict[str, Writer] = {"--csv": files.write_table, "--json": files.write_json}
+    found["--exiftool"] = files.write_keywords
+    if photos:
+        found["--timelapse"] = partial(files.write_timelapse, root=_timelapse_root(photos))
+        # Label Studio wants the photographs in a folder below its root.
+        found["--label-studio"] = partial(files.write_tasks, root=os.path.dirname(photos), classifier=classifier)
+    if package is not None:
+        found["--camtrap-dp"] = partial(files.write_observations, package=package, classifier=classifier)
+    return found
 
 
 def _items(images: LabelledImages, group: str | None, seconds: float | None, top_k: int) -> ItemAnswers:
@@ -258,7 +260,7 @@ def _predictions(learner: ClassIncrementalLearner, images: LabelledImages, query
         yield from learner.predictions(images.at([index_of[name] for name in names[start : start + size]]), query)
 
 
-def _print_summary(rows: list[Prediction], rejects: bool, files: list[Any]) -> None:
+def _print_summary(rows: list[Prediction], rejects: bool, files: list[str]) -> None:
     unreadable = sum(row.error is not None for row in rows)
     parts = [counted(len(rows) - unreadable, "image")]
     parts += [f"{sum(not row.known for row in rows)} of them {NONE}"] * rejects
