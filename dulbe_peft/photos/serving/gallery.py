@@ -5,6 +5,7 @@ import io
 import os
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,15 @@ def _answers(work: Labelling) -> list[Row]:
 
 
 def _row(work: Labelling, key: bytes, shown: str, state: str, note: str = "") -> Row:
-    path = work.path(key)
-    inside = os.path.relpath(os.path.dirname(path), work.folder)
-    site = os.path.dirname(path) if inside.startswith("..") else inside
-    return Row(key.hex(), path, os.path.basename(path), site, shown, state, note=note)
+    folder, file = os.path.split(path := work.path(key))
+    return Row(key.hex(), path, file, _site(folder, work.folder), shown, state, note=note)
+
+
+@cache
+def _site(folder: str, root: str) -> str:
+    """Return a folder as seen from another one, or as it is if it lies elsewhere."""
+    inside = os.path.relpath(folder, root)
+    return folder if inside.startswith(os.pardir) else inside
 
 
 def file_of(work: Labelling, key: bytes) -> io.BytesIO:

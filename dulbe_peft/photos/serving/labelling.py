@@ -35,6 +35,7 @@ class Labelling:
         features: (n, d).
         content: The SHA-256 of each photograph's bytes.
         places: A photograph's number by its content.
+        paths: The absolute path of each photograph.
         left: The numbers of photographs without a label, in the order in which they are asked for.
     """
 
@@ -53,6 +54,7 @@ class Labelling:
         self.images, self.features, self.left_out, self.labelled = fresh[:4]
         self.content = [content or b"" for content in self.images.contents()]
         self.places = {key: place for place, key in enumerate(self.content)}
+        self.paths = [os.path.abspath(self.images.item_name(place)) for place in range(len(self.images))]
         known = {class_key(name): name for name in learner.class_names}
         for key, label in table.labels.items():
             if label.name and key in self.places:
@@ -146,7 +148,7 @@ class Labelling:
     def path(self, key: bytes) -> str:
         """Return the absolute path of a photograph of the folder, or else the one that the table has."""
         place = self.places.get(key)
-        return self.table.labels[key].path if place is None else os.path.abspath(self.images.item_name(place))
+        return self.table.labels[key].path if place is None else self.paths[place]
 
     def note(self, key: bytes, name: str) -> None:
         """Write the label of a photograph, by its content, at the end of the table."""
