@@ -14,6 +14,7 @@ import tempfile
 import uuid
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes, which takes longer to start
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a second thread that waits leaves its core to another process
 STORES = tempfile.mkdtemp(prefix="dulbe-peft-store-")
 atexit.register(shutil.rmtree, STORES, ignore_errors=True)
@@ -55,6 +56,24 @@ def _leave_charts_empty(matplotlib):
         draw(Figure((0.1, 0.1)), *args, **options)
 
     Figure.savefig = savefig
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark as slow the cases that `plain` does not name, and as slow and left out those that `rare` names."""
+    chosen = {}
+    for item in items:
+        names = {item.callspec.id, *item.callspec.id.split("-")} if hasattr(item, "callspec") else set()
+        for mark in item.iter_markers("plain"):
+            chosen.setdefault((item.path, item.originalname), []).append(bool(names & set(mark.args)))
+            if not names & set(mark.args):
+                item.add_marker("slow")
+        if any(not mark.args or names & set(mark.args) for mark in item.iter_markers("rare")):
+            item.add_marker("slow")
+            item.add_marker("left_out")
+    renamed = [name for (_, name), plain in chosen.items() if len(plain) > 1 and not any(plain)]
+    if renamed:
+        raise pytest.UsageError(f"`plain` names no case of {renamed}")
 
 
 # Test files need not survive a crash, and waiting for the disk would take longer than the tests.

@@ -37,6 +37,7 @@ SPECS = {
 }
 
 NAMED = [name for name in SPECS if " " not in name]
+KINDS = ("text", "bridge", "lda", "ridge", "bayes", "engine", "linear_head")  # one for each kind of rule
 
 
 class Digits:

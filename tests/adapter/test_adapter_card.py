@@ -79,7 +79,7 @@ print("rank", model.history_rank)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_code_on_the_card_runs_without_warnings_and_needs_the_import(base, tmp_path):
     model = learned(get_peft_model(copy.deepcopy(base[0]), DualModeLoraConfig(**CONFIG)))
     model.save_pretrained(tmp_path)

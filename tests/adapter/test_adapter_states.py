@@ -311,6 +311,7 @@ def kit_for(two, folder, tmp_path):
 EVERY = pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if operation is not None])
 
 
+@pytest.mark.plain("begin_task", "fold_task", "scaled", "collect_statistics", "export_lora", "delete_adapter")
 @EVERY
 def test_operation_is_right_or_refused_in_every_state(two, folder, tmp_path, name):
     operation, kit = OPERATIONS[name], kit_for(two, folder, tmp_path)
@@ -420,6 +421,7 @@ def test_switching_adapters_folds_once_for_each(two, monkeypatch):
     assert len(folds) == 2 * len(model.dual_mode_layers())
 
 
+@pytest.mark.plain("1-weight", "3-factors")
 @pytest.mark.parametrize("fold", ["weight", "factors"])
 @pytest.mark.parametrize("tasks", [1, 3])
 def test_eager_compiled_and_autocast_passes_agree(tiny_clip, fold, tasks):

@@ -41,6 +41,7 @@ def metadata(folder):
         return file.metadata()
 
 
+@pytest.mark.slow
 def test_importing_the_package_changes_no_class_of_peft():
     code = """
 import sys, peft

@@ -71,6 +71,7 @@ def assert_close(actual, expected, atol=1e-5):
 
 
 # Importing the package adds this filter, but pytest removes it after the first test.
+@pytest.mark.plain("MLP", "CLIPVisionModel-e-False")
 @pytest.mark.filterwarnings("ignore:Adapter name '.*' should not be contained")
 @pytest.mark.parametrize(
     ("name", "low_cpu_mem_usage"), [("default", False), ("my_dulbe_adapter", True), ("e", False), ("dulbe_", True)]
@@ -108,6 +109,7 @@ def shorter(state):
     return state | {key: state[key][:, :-1].contiguous() for key in state if "history_B" in key}
 
 
+@pytest.mark.plain("MLP", "CLIPVisionModel-shorter-does not fit its B")
 @pytest.mark.parametrize(
     ("edit", "words"),
     [

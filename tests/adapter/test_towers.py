@@ -50,6 +50,7 @@ def test_every_encoder_has_a_tower_of_its_own():
     assert {encoder for encoder, _ in TOWERS} == set(WITH_TEXT) and len(TOWERS) >= 8
 
 
+@pytest.mark.plain("CLIPVisionModel-default", "SiglipVisionModel-all-linear", "AltCLIPVisionModel-names")
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys")  # the text LoRA, which a vision tower lacks
 @pytest.mark.parametrize("targets", [None, "all-linear", ["fc1", "fc2"]], ids=["default", "all-linear", "names"])
 @pytest.mark.parametrize(("model_type", "name"), TOWERS, ids=[name for _, name in TOWERS])

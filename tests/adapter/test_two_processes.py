@@ -18,11 +18,11 @@ def run_in_two_processes(script):
     assert "ended 0" in done.stdout and "ended 1" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_probe_statistics_and_routed_gradients_cover_all_processes():
     run_in_two_processes("two_processes.py")
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_sharded_model_computes_and_trains_as_a_whole_one_and_refuses_everything_else():
     run_in_two_processes("two_shards.py")

@@ -204,6 +204,7 @@ def test_commit_killed_at_any_step_leaves_the_old_or_the_new_folder(processes, t
     assert contents == sorted(contents, reverse=True) and {"old", "new"} == set(contents)
 
 
+@pytest.mark.rare
 def test_sigterm_stops_a_run_and_prints_the_command_that_resumes_it(arguments, reference, tmp_path):
     output = tmp_path / "it's out"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

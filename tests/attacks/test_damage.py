@@ -199,6 +199,7 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@pytest.mark.plain("run", "report", "image", "settings")
 @pytest.mark.parametrize("name", ["learner", "run", "report", "image", "settings"])
 @pytest.mark.filterwarnings("ignore")
 def test_damaged_file_is_refused_by_name_or_usable(kinds, name, tmp_path, capsys):

@@ -85,7 +85,7 @@ print(*learner.class_names, learner.source["commit"], len(learner.memory))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_adapter_head_and_learner_load_in_a_fresh_process(hub, learner, tmp_path):
     """The adapter is loaded by PEFT. The cache is empty, and the endpoint comes from the environment."""
     learner.model.push_to_hub("adapter")

@@ -309,6 +309,7 @@ def assert_least_loss(classifier, images, labels, features, kind=Twin):
     close(function(tests, **tensors), classifier(tests), 1e-6)
 
 
+@pytest.mark.plain("2-5-0-0")
 @pytest.mark.parametrize(
     "each, seed, features, used",
     [pytest.param(4, 3, 7, 0, marks=pytest.mark.slow), (2, 5, 0, 0), ([2, 6, 1, 3, 9], 3, 7, 7)],

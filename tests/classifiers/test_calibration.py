@@ -182,6 +182,7 @@ def test_too_few_images_raise_an_error_that_says_how_many_are_needed():
             call()
 
 
+@pytest.mark.plain("lda")
 @pytest.mark.parametrize(
     ("spec", "each"),
     [

@@ -16,7 +16,7 @@ import pytest
 import torch
 from documents import blocks
 from hub_stub import on_this_process
-from taught import CLASSES, DIM, NAMED, SCALE, SPECS, assert_equal_states, digits, learned, snapshot, task
+from taught import CLASSES, DIM, KINDS, NAMED, SCALE, SPECS, assert_equal_states, digits, learned, snapshot, task
 from torch.nn import functional as F
 
 from dulbe_peft import CLASSIFIERS, classifiers, register_classifier
@@ -81,6 +81,7 @@ def test_invalid_calls_are_refused_and_change_nothing(tmp_path):
         assert_equal_states(snapshot(classifier), state)
 
 
+@pytest.mark.plain(*KINDS)
 @pytest.mark.parametrize("name", NAMED)
 def test_missing_text_embeddings_are_refused_where_needed(name):
     if CLASSIFIERS[name].needs_text:
@@ -99,6 +100,7 @@ def test_missing_text_embeddings_are_refused_where_needed(name):
             classifier.set_text_embeds(digits.texts)
 
 
+@pytest.mark.plain(*KINDS)
 @pytest.mark.parametrize("name", NAMED)
 def test_gradients_reach_the_features_and_copies_are_independent(name):
     classifier = learned(name)
@@ -129,6 +131,7 @@ def test_statistics_stay_float64_after_conversion(name):
     assert {value.device.type for value in classifier.to("meta").tensors().values()} == {"meta"}
 
 
+@pytest.mark.plain(*KINDS)
 @pytest.mark.parametrize("name", NAMED)
 def test_state_dicts_and_files_restore_classifiers_bit_for_bit(name, tmp_path):
     classifier = learned(name)

@@ -8,7 +8,20 @@ import numpy as np
 import pytest
 import reference
 import torch
-from taught import CLASSES, DIM, NAMED, SCALE, assert_equal_states, clusters, digits, in_tasks, learned, snapshot, task
+from taught import (
+    CLASSES,
+    DIM,
+    KINDS,
+    NAMED,
+    SCALE,
+    assert_equal_states,
+    clusters,
+    digits,
+    in_tasks,
+    learned,
+    snapshot,
+    task,
+)
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers import make_classifier
@@ -108,6 +121,7 @@ def test_indefinite_gram_matrix_is_solved_with_a_larger_lambda():
     assert classifier(images).argmax(dim=1).tolist() == labels.tolist()
 
 
+@pytest.mark.plain("10", "1-4-lda")
 @pytest.mark.parametrize("name", JOINT)
 @pytest.mark.parametrize(("increment", "shuffle"), [(10, 0), (1, 4)])
 def test_order_of_classes_tasks_and_images_does_not_change_the_solution(name, increment, shuffle):
@@ -136,6 +150,7 @@ def test_update_classes_equals_learning_all_images_at_once(name):
     assert late.counts.tolist() == [60] * CLASSES
 
 
+@pytest.mark.plain(*KINDS)
 @pytest.mark.parametrize("name", NAMED)
 def test_forgetting_a_class_keeps_other_scores_and_forgetting_all_resets_the_classifier(name):
     classifier = learned(name)
@@ -159,6 +174,7 @@ def test_forgetting_a_class_keeps_other_scores_and_forgetting_all_resets_the_cla
     assert_equal_states(snapshot(classifier), snapshot(new))
 
 
+@pytest.mark.plain(*KINDS)
 @pytest.mark.parametrize("name", NAMED)
 def test_one_image_per_class_is_enough(name):
     spec = "linear_head:epochs=50,learning_rate=0.01" if name == "linear_head" else name  # one step an epoch
@@ -170,6 +186,7 @@ def test_one_image_per_class_is_enough(name):
     torch.testing.assert_close(classifier.probabilities(digits.tests).sum(dim=1), torch.ones(len(digits.tests)))
 
 
+@pytest.mark.plain(*KINDS)
 @pytest.mark.parametrize("name", NAMED)
 def test_probabilities_of_digits_are_calibrated(name):
     classifier = learned(name, scale=SCALE if name in ("proof", "clap4clip", "clg_cbm") else 100.0)  # these are slow

@@ -58,7 +58,7 @@ def test_torch_export_equals_the_module(case, strict):
             close(program.module()(inputs[:4]), expected[:4])
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.filterwarnings("ignore")  # torch's exporter emits deprecation warnings
 def test_onnx_export_equals_the_module(case, tmp_path):
     pytest.importorskip("onnxscript")

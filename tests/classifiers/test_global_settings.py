@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from taught import NAMED, SPECS
+from taught import KINDS, NAMED, SPECS
 
 from dulbe_peft.classifiers import make_classifier
 
@@ -34,6 +34,7 @@ def taught(name):
     return classifier, classifier(images), classifier.probabilities(images)
 
 
+@pytest.mark.plain(*KINDS)
 @pytest.mark.parametrize("name", NAMED)
 def test_float64_by_default_changes_no_answer_of_a_classifier(name, restored):
     expected, scores, shares = taught(name)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from taught import CLASSES, DIM, SCALE, clusters, digits
+from taught import CLASSES, DIM, KINDS, SCALE, clusters, digits
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers import make_classifier
@@ -37,6 +37,7 @@ def bursts():
     return F.normalize(digits.images[rows], dim=1), labels, groups
 
 
+@pytest.mark.plain(*KINDS)
 @pytest.mark.parametrize("spec", EXACT)
 def test_scores_without_a_group_are_those_of_a_classifier_that_did_not_learn_it(spec, bursts):
     images, labels, groups = bursts

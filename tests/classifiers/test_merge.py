@@ -65,6 +65,7 @@ PARTS = {
 }
 
 
+@pytest.mark.plain("text", "lda", "bayes:kappa=4,rho=10")
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("spec", CORRECTED)
 def test_merged_classifiers_equal_one_that_learned_all_images(spec, parts):

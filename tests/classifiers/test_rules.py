@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import reference
 import torch
-from taught import DIM, NAMED, SCALE, SPECS, digits, task
+from taught import DIM, KINDS, NAMED, SCALE, SPECS, digits, task
 from test_classifiers import lift
 
 import dulbe_peft
@@ -68,6 +68,7 @@ def test_scores_of_a_rule_equal_the_literal_float64_version(name):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.plain(*KINDS)
 @pytest.mark.parametrize("name", NAMED)
 def test_a_rule_keeps_valid_tensors_and_its_classifier_the_same_ones(name):
     name = WITHOUT_CHOICE.get(name, name)

@@ -129,6 +129,7 @@ def test_estimate_is_corrected_for_wrong_labels():
         assert words in text
 
 
+@pytest.mark.plain("lda")
 @pytest.mark.parametrize("spec", ["bayes", "lda"])
 def test_few_items_of_a_class_say_nothing_about_wrong_labels(spec):
     """Items differ more than their frames, so answers on left-out items are sure and often wrong."""

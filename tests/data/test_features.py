@@ -173,7 +173,7 @@ def test_content_of_a_row_does_not_depend_on_other_rows(tmp_path):
     assert mixed.contents() == [bytes.fromhex(known), *more.contents()[1:]]
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_engine_fills_the_store_only_with_an_untrained_model(root, table, tmp_path, capsys):
     file = tmp_path / "f.parquet"
     command = ["features", "--model", "demo", "--device", "cpu", "--precision", "float32", "--data", root]
@@ -212,7 +212,7 @@ def two_workers(engine):
     yield [], lambda: [p.pid for p in started.children(recursive=True) if mark in " ".join(p.cmdline())]
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("engine", ["local", "dask", "ray"])
 def test_killed_worker_loses_at_most_its_shard(root, table, tmp_path, monkeypatch, capsys, engine):
@@ -256,6 +256,7 @@ def run(request, tiny_model, digit_folders, tmp_path_factory):
     return learner, folder
 
 
+@pytest.mark.plain("none", "linear-bridge", "auto-lda")
 @pytest.mark.parametrize("spec", CLASSIFIERS)
 def test_classifier_trained_on_kept_features_equals_that_of_the_run(run, spec):
     learner, folder = run

@@ -252,6 +252,7 @@ def spoil(kind, path):
         path.write_bytes(path.read_bytes()[:20000])
 
 
+@pytest.mark.plain("text", "cut")
 @pytest.mark.parametrize("kind", ["text", "foreign", "future", "folder", "cut", "network"])
 def test_unusable_store_gives_one_warning_and_is_left_unchanged(
     kind, photos, plain, tmp_path, monkeypatch, capsys, reads
@@ -287,6 +288,7 @@ for part in np.array_split(order, 25):
 """
 
 
+@pytest.mark.slow
 def test_ten_processes_write_to_one_store(tmp_path):
     path = tmp_path / "f.sqlite"
     done = subprocess.run([sys.executable, "-c", FILL, path], capture_output=True)

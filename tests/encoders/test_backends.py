@@ -39,6 +39,7 @@ def load(folder, **machine):
     return ClassIncrementalLearner.from_pretrained(folder, make_model("clip"), machine=machine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_frozen_tower_equals_torch_and_is_exported_once(backend, monkeypatch, capsys):
     learner, torch_learner = using(backend), tiny_learner("frozen")

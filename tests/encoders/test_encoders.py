@@ -252,6 +252,7 @@ def test_target_lists_match_vision_blocks_only_and_expressions_match_all_layers(
     assert set(adapted("siglip", target_modules=r".*head\.mlp\.fc1").dual_mode_layers()) == {head}
 
 
+@pytest.mark.plain("clip", "siglip", "vit")
 @pytest.mark.parametrize("model_type", EVERY)
 def test_adapter_is_saved_loaded_and_exported_as_plain_lora(model_type, tmp_path):
     model = adapted(model_type, init_weights=False)
@@ -267,6 +268,8 @@ def test_adapter_is_saved_loaded_and_exported_as_plain_lora(model_type, tmp_path
     torch.testing.assert_close(features(stock, model_type), features(model, model_type), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.rare("clip", "siglip", "metaclip_2", "altclip", "gemma")
+@pytest.mark.plain("siglip2")
 @pytest.mark.parametrize("name", most_slow(*tiny.WITH_TEXT, "gemma", fast=("siglip2", "chinese_clip")))
 def test_saved_learner_loads_its_model_and_processor_and_learns_on(folders, name, tmp_path):
     torch.manual_seed(0)
@@ -292,6 +295,7 @@ def test_saved_learner_loads_its_model_and_processor_and_learns_on(folders, name
     assert f"This {title} model learned 2 classes" in card and f"import {type(loaded.clip).__name__}\n" in card
 
 
+@pytest.mark.rare("dinov2_with_registers", "dinov3_vit", "vit")
 @pytest.mark.parametrize("model_type", most_slow(*tiny.IMAGE_ONLY, fast=("dinov2",)))
 def test_image_only_encoder_learns_without_text(folders, tmp_path, model_type):
     """A learner that trains nothing needs no text: it learns, runs, saves and loads without a text tower."""

@@ -42,6 +42,7 @@ def fields(config, source):
             yield name, value
 
 
+@pytest.mark.rare("siglip", "siglip2", "metaclip_2", "chinese_clip", "altclip")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("kind", ENCODERS)

@@ -90,7 +90,7 @@ save_file({{n: t.contiguous() for n, t in model.state_dict().items() if "dulbe_"
 """
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("way", ["by hand", "trainer"])
 def test_next_task_in_a_fresh_process_equals_the_same_process(small, way, tmp_path, monkeypatch):
     """The fresh process loads what was saved; the other one continues without saving and loading."""

@@ -156,7 +156,7 @@ def test_paper_arguments_equal_the_learners_defaults(base, tasks, tmp_path):
     assert (changed.num_train_epochs, changed.seed, changed.per_device_train_batch_size) == (4, 7, 32)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_share_of_the_update_is_that_of_the_learner(base, tasks, tmp_path):
     """A number and "auto" act after the trainer's loop. A checkpoint does not hold how its task began."""
     for share in (0.25, "auto"):
@@ -171,7 +171,7 @@ def test_share_of_the_update_is_that_of_the_learner(base, tasks, tmp_path):
             trainer.train(resume_from_checkpoint=True)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("teacher", ["cached", "online"])
 def test_augmented_training_equals_the_learner(base, tasks, tmp_path, teacher):
     settings = PROMPT | {"augment": "crop", "copies": 1, "teacher": teacher}
@@ -193,6 +193,7 @@ class Stop(TrainerCallback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.plain("1-5")
 @pytest.mark.parametrize(("index", "step"), [(0, 5), (1, 2), (1, 5)])
 def test_stopped_task_resumes_from_a_checkpoint(base, tasks, whole, tmp_path, index, step):
     """The task is stopped in the first or second epoch. A new trainer of a pristine model loads the checkpoint."""
@@ -249,6 +250,7 @@ def checkpoints(base, tasks, tmp_path_factory):
     return folder
 
 
+@pytest.mark.plain("no optimizer", "half a state", "no manifest")
 @pytest.mark.parametrize("damage", INCOMPLETE)
 def test_incomplete_checkpoint_is_skipped_and_reported(base, tasks, whole, checkpoints, tmp_path, capsys, damage):
     folder = shutil.copytree(checkpoints, tmp_path / "out")
@@ -277,6 +279,7 @@ def test_overwritten_checkpoint_is_incomplete_until_it_is_finished(base, tasks, 
         unfinished.check_whole(folder / "checkpoint-2")
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_task_is_refused(base, tasks, tmp_path):
     trainer = learn(trainer_of(base, tmp_path, save_strategy="steps", save_steps=2), tasks[:1])
     folder = tmp_path / "checkpoint-2"
@@ -318,7 +321,7 @@ def test_save_model_saves_a_learner_beside_checkpoints(base, tasks, whole, tmp_p
     assert_equal(third.learner, whole[2])
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_adapter_of_any_name_is_trained_saved_resumed_and_loaded(base, tasks, whole, tmp_path):
     model, processor = adapted(base, "month")
     model.add_adapter("other", DualModeLoraConfig(residual_rank=1))
@@ -356,6 +359,7 @@ def test_gradient_accumulation_equals_larger_batches(base, tasks, tmp_path):
     assert_alike(accumulated.learner, plain.learner)
 
 
+@pytest.mark.slow
 def test_half_precision_trains_float32_weights(tasks, tmp_path):
     """The demo model is used, because half precision changes a random model more."""
     half, full = (learn(trainer_of(load_clip("demo"), tmp_path, bf16=on), tasks[:1]) for on in (True, False))
@@ -451,7 +455,7 @@ def test_trained_adapter_is_refused_without_its_learner(tmp_path):
 SCRIPT = Path(__file__).with_name("distributed_trainer.py")
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_two_processes_learn_the_same_as_one(tmp_path):
     """Each step has two batches of four images; two processes take half of each. The second task is resumed."""
     for folder, processes in (("one", 1), ("two", 2)):
@@ -467,7 +471,7 @@ def test_two_processes_learn_the_same_as_one(tmp_path):
         assert error < 1e-3, key
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_loss_scaling_does_not_change_a_bit(base, tasks, tmp_path):
     """The scale is a power of two, as for float16 on a GPU. A large one overflows, so the first steps are skipped."""
     expected, small, large = (trainer_of(base, tmp_path, num_train_epochs=1) for _ in range(3))

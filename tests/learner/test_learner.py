@@ -327,7 +327,7 @@ def test_training_steps_never_wait_for_the_device(digits, monkeypatch, attention
         losses[0][0].item()
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_compiled_image_tower_learns_the_same_without_recompiling(base, digits, monkeypatch):
     real = torch.compile
     compiled, ran = [], []

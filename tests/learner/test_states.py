@@ -17,6 +17,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.plain("forget")
 @pytest.mark.parametrize("name", MAKERS)
 def test_correction_returns_a_new_state_and_keeps_the_old(name):
     learner = learned(tiny_learner("frozen", ("lda", "bayes")), 2)

@@ -52,6 +52,7 @@ class Started(TaskTrainer):
         return super().kept_share()
 
 
+@pytest.mark.plain("dulbe", "spu")
 @pytest.mark.parametrize("strategy", FOLDING)
 def test_first_task_leaves_the_share_of_its_update(base, tasks, strategy):
     """Both towers have the given share of what the same training changes, up to the rounding of float32."""
@@ -63,6 +64,7 @@ def test_first_task_leaves_the_share_of_its_update(base, tasks, strategy):
         assert torch.allclose(updates(kept)[name], 0.25 * update, rtol=1e-5, atol=1e-9), name
 
 
+@pytest.mark.plain("dulbe", "spu")
 @pytest.mark.parametrize("strategy", FOLDING)
 def test_later_task_moves_the_share_of_the_way(base, tasks, strategy):
     """From the same first task, the vision tower's change by the second one is the share of the whole change."""
@@ -121,6 +123,7 @@ def test_chosen_share_moves_the_features_by_at_most_the_limit(movement, error):
     assert movement * share**2 <= MOVED * error * 1.11  # the share has two digits
 
 
+@pytest.mark.plain("lora")
 @pytest.mark.parametrize("strategy", ["dulbe", "lora"])
 def test_choice_sees_all_names_before_the_task_and_the_whole_movement(base, tasks, monkeypatch, strategy):
     """Literal: the error among the names of both tasks, and the movement relative to the spread of these names."""

@@ -151,6 +151,7 @@ def test_settings_that_read_otherwise_are_refused_once_something_was_learned(lar
         made.change_settings(LearnerArguments())
 
 
+@pytest.mark.plain("squash")
 @pytest.mark.parametrize("resize", ["processor", "squash"])
 def test_saved_learner_resizes_as_it_learned(resize, large, tmp_path):
     made = learner(False, image_resize=resize)
@@ -197,6 +198,7 @@ def test_flag_that_does_not_fit_the_learner_is_refused(words, run, large, capsys
     assert "does not fit" not in capsys.readouterr().err
 
 
+@pytest.mark.plain("--whole-images")
 @pytest.mark.parametrize("flag", ["--whole-images", "--no-whole-images"])
 def test_table_is_learned_as_it_was_made(flag, large, tmp_path, capsys):
     pytest.importorskip("pyarrow")
@@ -217,6 +219,7 @@ def test_table_is_learned_as_it_was_made(flag, large, tmp_path, capsys):
 
 
 def test_check_looks_at_labels_with_whole_images(large, monkeypatch):
+    monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
     sides, real = [], PixelDataset.read
     monkeypatch.setattr(PixelDataset, "read", lambda self, index: sides.append(self.side) or real(self, index))
     for flags, expected in ([], 640), (["--whole-images"], 0):

@@ -50,6 +50,7 @@ def two_tasks(request, tmp_path_factory):
     model.name_or_path = model.config.name_or_path = ""
 
 
+@pytest.mark.plain("l2p:form=tokens,chosen=2", "moe_adapters:bottleneck=4")
 def test_one_image_has_the_feature_that_it_has_in_a_batch_of_24(two_tasks):
     learner, pixels = two_tasks, [pixels for pixels, _ in IMAGES]
     together = learner.image_embeds(pixels)
@@ -89,6 +90,7 @@ def test_loaded_in_a_fresh_process_features_and_predictions_are_equal(two_tasks,
     torch.testing.assert_close(torch.tensor(features), learner.image_embeds(list(pixels)), rtol=0, atol=1e-6)
 
 
+@pytest.mark.plain("l2p:form=tokens,chosen=2", "moe_adapters:bottleneck=4")
 def test_published_learner_without_statistics_still_has_its_prompts(two_tasks, tmp_path):
     learner, pixels = two_tasks, [pixels for pixels, _ in IMAGES]
     commit_folder(tmp_path / "up", "learner", lambda folder: saving.write(learner.state, folder, statistics=False))

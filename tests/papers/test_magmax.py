@@ -36,6 +36,7 @@ def test_running_maximum_equals_a_literal_version():
     assert torch.equal(literal(free), literal(free.flip(0)))
 
 
+@pytest.mark.plain("0.5")
 @pytest.mark.parametrize("scale", [0.5, 0.25])
 def test_model_has_the_scaled_maximum_and_training_goes_on_from_the_last_weights(scale, tmp_path):
     learner = tiny_learner(f"magmax:scale={scale}", ("text",), learning_rate=1e-3, epochs=2)

@@ -152,6 +152,7 @@ def two_tasks(request):
     return learner, first
 
 
+@pytest.mark.plain("dualprompt", "l2p tokens linear", "coda_prompt")
 def test_features_equal_a_literal_version_image_by_image(two_tasks):
     learner, _ = two_tasks
     pooled = learner.strategy.head == "linear" and getattr(learner.strategy, "form", "") == "tokens"

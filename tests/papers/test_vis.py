@@ -173,6 +173,7 @@ def test_other_dual_encoders_project_what_unprojected_reads(model_type):
     assert wide.shape[1] == Unprojected().width(model)
 
 
+@pytest.mark.slow
 def test_names_are_compared_with_the_projection_of_unprojected_features(tmp_path):
     """With them, `text` is what it is on projected features, and `bayes` reads names, also in a fresh process."""
     base = str(save_encoder("clip", tmp_path / "base"))

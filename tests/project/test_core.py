@@ -97,7 +97,7 @@ def test_torchvision_that_does_not_fit_torch_is_named(tmp_path):
     assert "torchvision: 0.28.0" in listed.stdout.splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize(
     ("module", "take_out", "name", "public"),
     [
@@ -140,14 +140,14 @@ def test_command_line_without_a_package_prints_one_sentence_at_once(module, pack
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_core_works_without_extras():
     """Run the script that `.ci/run` calls in an environment in which only the core is installed."""
     done = subprocess.run([sys.executable, str(ROOT / "tests/core_environment.py")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_import_beside_peft_loads_only_three_small_packages():
     code = """
 import sys, peft

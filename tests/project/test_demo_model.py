@@ -36,7 +36,7 @@ def script(monkeypatch):
     return pytest.importorskip("pretrain_demo_clip")
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_script_writes_a_loadable_folder(script, tmp_path, capsys, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)

@@ -11,7 +11,7 @@ import pytest
 
 from dulbe_peft.encoders.registry import demo_model_folder
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.rare
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HELPERS = {"demo_glyphs.py"}  # imported by pretrain_demo_clip.py, which tests/project/test_demo_model.py runs
 # Other tests run these, too: tests/strategies/test_strategies.py and tests/classifiers/test_classifier_calls.py.

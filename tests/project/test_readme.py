@@ -38,7 +38,7 @@ ELSEWHERE = {
 # Pages that are parts of the README, whose Python is run there.
 COPIES = ("docs/index.md", "docs/adapter.md")
 # Pages whose Python takes seconds.
-LONG = ("docs/by-hand.md",)
+LONG = ("docs/by-hand.md", "README.md")
 # Pages whose commands run too, block by block together with their Python.
 WALKED = ("docs/data.md", "docs/next-month.md")
 OUTPUTS = runpy.run_path(str(ROOT / "docs" / "generate.py"))  # the script that writes the output shown on pages
@@ -94,6 +94,7 @@ def photos(elsewhere, digit_folders):
     return elsewhere
 
 
+@pytest.mark.rare("docs/next-month.md")
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WALKED)
 def test_commands_of_a_page_run(page, photos, capsys):
@@ -189,7 +190,9 @@ def test_ci_runs_the_commands_in_contributing():
     for page, word in (("CONTRIBUTING.md", "ruff"), ("README.md", "pytest")):
         lines = [line for _, _, code in blocks(page, "bash") for line in code.splitlines() if word in line]
         documented += [part.strip() for line in lines[:1] for part in line.split("&&") if "install" not in part]
-    assert len(documented) >= 5 and all(command in script for command in documented)
+    assert {"python -m pytest", "python -m pytest -m slow"} < {*documented}
+    assert 'python -m pytest -m "not left_out"' in script  # plain and slow tests at once
+    assert len(documented) >= 5 and all(command.removesuffix(" -m slow") in script for command in documented)
 
 
 def test_tests_named_on_the_trust_page_exist():

@@ -64,13 +64,13 @@ def check_run(settings, folder, images, model):
     assert len(learner.predict(setup.tasks[1].test)) == 6 and len(learner.classifiers) >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("path", files("papers", "protocols"), ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_file_of_a_run_learns_two_tasks(path, tmp_path, digit_folders, tiny_model):
     check_run(given_settings(str(path), {}), tmp_path / "out", digit_folders(4, 6, 3), tiny_model)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("path", files("comparisons", "ablations"), ids=lambda path: path.stem)
 def test_every_run_of_a_comparison_learns_two_tasks(path, tmp_path, digit_folders, tiny_model):
     """A run whose settings are the same on the small tasks is made once for all files."""
@@ -106,7 +106,7 @@ def test_the_page_has_every_strategy_of_the_library():
     assert {spec.partition(":")[0] for spec in rows()} == built_in and "spu:share=1" in rows()
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("spec", rows())
 def test_strategy_of_the_page_learns_two_tasks(spec, tmp_path, digit_folders, tiny_model):
     settings = {"strategy": spec}

@@ -94,6 +94,7 @@ def test_parameters_after_ten_steps_of_adam_equal_the_literal_ones():
         torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.rare("deployment", "encode", "family", "memory", "store", "tasks")
 @pytest.mark.filterwarnings(DEPRECATED)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS[n]) for n in BENCHMARKS])
 def test_every_benchmark_runs_and_writes_its_figures(name, tmp_path, monkeypatch):
@@ -478,7 +479,7 @@ def test_streams_of_a_folder_are_measured_with_and_without_names(tmp_path):
     assert min(lines.values()) > 90
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_edge_cases_are_skipped_if_a_stream_lacks_names_classes_or_images(tmp_path):
     labels, texts = torch.arange(120) % 4, F.normalize(randn(4, 6, seed=1), dim=1)
     rows = {"x": (texts[labels] + 0.1 * randn(120, 6, seed=0)).half().numpy(), "y": labels.short().numpy()}

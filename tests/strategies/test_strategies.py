@@ -59,6 +59,7 @@ def make_learner(name, **adapter):
     return tiny_learner(SPECS.get(name, name), tuple(few), adapter, drift="linear", epochs=2)
 
 
+@pytest.mark.plain("dulbe", "o_lora")
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in sorted(STRATEGIES)]
 )

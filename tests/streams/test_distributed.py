@@ -52,7 +52,7 @@ def pair(tmp_path_factory):
     return output, launch(2, output, STRATEGIES)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize(("strategy", "bound"), STRATEGIES.items())
 def test_two_processes_learn_the_same_as_one(alone, pair, strategy, bound):
     folder, output = pair
@@ -68,7 +68,7 @@ def test_two_processes_learn_the_same_as_one(alone, pair, strategy, bound):
     assert [path.name for path in (folder / strategy).iterdir() if path.name.startswith(".")] == []
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_two_processes_resume_a_run_of_one_process(alone, tmp_path):
     shutil.copytree(alone / "dulbe", tmp_path / "dulbe")
     original = json.loads((tmp_path / "dulbe" / "results.json").read_text())
@@ -79,7 +79,7 @@ def test_two_processes_resume_a_run_of_one_process(alone, tmp_path):
     assert json.loads((tmp_path / "dulbe" / "results.json").read_text())["class_names"] == original["class_names"]
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_error_in_one_process_is_raised_in_all_processes(pair, tmp_path):
     """The script catches each error and continues; it must then learn the same as without errors."""
     launch(2, tmp_path, ["dulbe"], "break")

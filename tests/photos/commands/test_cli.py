@@ -286,7 +286,7 @@ def test_demo_prints_the_accuracy_of_three_months(tmp_path, capsys):
     assert "nearest:" in (output / "report.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_demo_compares_training_with_a_frozen_model(tmp_path):
     command = [sys.executable, "-m", "dulbe_peft", "demo", "--compare", "--output", str(tmp_path / "demo")]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout

@@ -107,6 +107,7 @@ def test_probabilities_of_answers_follow_what_is_learned(folder, heap, tmp_path)
     assert all(after[name]["shown"] == colour(name) for name in after)
 
 
+@pytest.mark.plain("learned-False-known", "learned-True-taken away", "waits-True-new", "none-False-none")
 @pytest.mark.parametrize("to", ["green", "lime", "", None], ids=["known", "new", "none", "taken away"])
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("which", ["learned", "waits", "none"])

@@ -303,6 +303,7 @@ def _ask(url, content=None):
         return json.load(answer)
 
 
+@pytest.mark.rare("SIGTERM")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM], ids=lambda how: how.name)
 def test_killed_server_has_kept_every_answered_label(folder, heap, tmp_path, how):

@@ -112,6 +112,7 @@ sys.exit(main(json.loads(sys.argv[1])))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="the line is for terminals")
 @pytest.mark.parametrize(
     ("argv", "first"),

@@ -404,7 +404,7 @@ def test_closed_and_full_streams_give_a_message_and_a_status(redirection, status
     assert done.stderr.count("\n") == bool(words)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_ctrl_c_during_imports_prints_one_line(tmp_path):
     """The signal comes while different packages are being imported."""
     output = str(tmp_path / "o")

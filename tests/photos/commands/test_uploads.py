@@ -59,6 +59,7 @@ def test_upload_with_too_many_pixels_is_refused_before_it_is_decoded(folder):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 def test_memory_of_decoded_uploads_is_given_back(folder):
     with running(folder) as server:

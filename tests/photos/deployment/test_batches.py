@@ -103,7 +103,7 @@ def test_batches_without_images_and_wrong_arguments_are_refused(saved, functions
         Predictor(saved[0], {"eval_batch_size": 0})
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("make", [Featurizer, Predictor])
 def test_datasets_map_works_in_two_processes(saved, make):
     datasets = pytest.importorskip("datasets")
@@ -114,7 +114,7 @@ def test_datasets_map_works_in_two_processes(saved, make):
     check(mapped.with_format("numpy")[:], saved)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_dask_applies_functions_of_batches(saved):
     distributed = pytest.importorskip("distributed")
     folder, paths, _, _ = saved
@@ -126,7 +126,7 @@ def test_dask_applies_functions_of_batches(saved):
             check({name: np.concatenate([part[name] for part in results]) for name in columns}, saved)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.filterwarnings("ignore")  # Ray warns about its own code
 def test_ray_data_applies_functions_of_batches(saved):
     ray = pytest.importorskip("ray")

@@ -138,7 +138,7 @@ def run_lines(root, folders, *blocked):
     return {folder: torch.tensor(rows) for folder, rows in json.loads((root / "found.json").read_text()).items()}
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize(
     ("formats", "blocked"), [(("lora", "transformers"), ()), (("onnx",), ("torch", "transformers", "peft"))]
 )
@@ -194,7 +194,7 @@ def test_zero_shot_pipeline_predicts_as_the_text_classifier(clip, tmp_path, form
         assert max(answer, key=lambda entry: entry["score"])["label"] == names[int(row.argmax())]
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_code_of_the_page_and_of_the_cards_agrees(tmp_path, monkeypatch, capsys):
     learn, plain = (code for *_, code in blocks("docs/deploying.md", "python"))
     monkeypatch.chdir(tmp_path)
@@ -293,7 +293,7 @@ def test_classifier_without_an_exportable_formula_is_refused_by_name(clip, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_graphs_give_the_probabilities_of_torch_for_every_batch_size(learners, tmp_path, recwarn, capfd):
     """The images are not square, and the classifier is a user's class without a formula."""
     import onnx
@@ -325,7 +325,7 @@ def test_graphs_give_the_probabilities_of_torch_for_every_batch_size(learners, t
         torch.testing.assert_close(torch.from_numpy(probabilities), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_new_class_keeps_the_encoder_and_large_weights_get_a_file(learners, tmp_path, monkeypatch):
     learner = copy.deepcopy(learners("vit"))
     before = export_learner(learner, tmp_path / "before", "onnx", "prototype")
@@ -341,7 +341,7 @@ def test_new_class_keeps_the_encoder_and_large_weights_get_a_file(learners, tmp_
         export_learner(learner, tmp_path / "small", "onnx", "prototype", precision="int8")
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize(("precision", "size", "error"), [("float16", 0.9, 0.02), ("int8", 0.9, 0.2)])
 def test_reduced_precision_graphs_give_nearly_the_same_probabilities(clip, tmp_path, precision, size, error):
     whole = export_learner(clip, tmp_path / "whole", "onnx", "bridge")
@@ -353,7 +353,7 @@ def test_reduced_precision_graphs_give_nearly_the_same_probabilities(clip, tmp_p
     torch.testing.assert_close(rows, expected(clip, "bridge", write_photos(tmp_path / "photos")), atol=error, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_transformers_js_loads_the_export(clip, tmp_path):
     """Run node in the folder TRANSFORMERS_JS, in which `npm install @huggingface/transformers` was run."""
     if not (root := os.environ.get("TRANSFORMERS_JS")):
@@ -377,7 +377,7 @@ def test_transformers_js_loads_the_export(clip, tmp_path):
         torch.testing.assert_close(row, expected(clip, "bridge")[2], atol=error, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_graph_with_different_probabilities_is_refused(clip, tmp_path, monkeypatch):
     monkeypatch.setattr(graph, "TOLERANCE", -1.0)
     with pytest.raises(ValueError, match="differ by .* from PyTorch's"):

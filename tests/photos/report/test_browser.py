@@ -20,7 +20,7 @@ from dulbe_peft.photos.report import write_report
 from dulbe_peft.photos.serving import app
 from research.comparison.comparison_page import write_comparison_page
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.rare
 CHROMIUM = os.environ.get("DULBE_PEFT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 ROOT = Path(__file__).parents[3]
 # The contrast of every text with its background by WCAG 2: relative luminance, with transparent colours blended.

@@ -24,6 +24,8 @@ from dulbe_peft.photos.report.html import percent
 from dulbe_peft.training.state import Estimates
 from research.diagnostics.training_effects import read_effects
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):

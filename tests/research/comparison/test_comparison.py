@@ -38,6 +38,7 @@ from research.comparison.plan import Row, as_text, read_plan
 from research.comparison.predictions import comparison_predictions, write_predictions
 from research.comparison.summary import best_rows, format_summary, gains_of_training, make_entries, read_finished
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 ADDED = {"merged LoRA", "merged LoRA, affine"}  # methods that were added to files after their results were stored
 OLDER = {"all-at-once", "pretraining"}  # comparisons that were measured before `bayes` was the default classifier
@@ -422,7 +423,7 @@ def test_choice_of_settings_waits_for_another_process(copied):
     assert messages[2] == "waiting for another process, which is trying 1 setting"
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C reaches a group of processes otherwise")
 def test_ctrl_c_stops_all_workers_and_prints_only_how_to_continue(content, tmp_path):
     write(tmp_path / "plan.yaml", content | {"seeds": [0, 1, 2, 3]})
@@ -440,7 +441,7 @@ def test_ctrl_c_stops_all_workers_and_prints_only_how_to_continue(content, tmp_p
     assert len(lines) == 3 and lines[2].endswith("research compare plan.yaml --output out --jobs 2")
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_two_processes_give_the_results_of_one(finished, content, tmp_path, capsys):
     """Use the command on a comparison whose training runs are missing."""
     folder, entries, _ = finished
@@ -568,7 +569,7 @@ def test_address_needs_an_engine(content, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_method_with_augmented_views_learns_other_features(content, tmp_path):
     methods = {"plain": {"strategy": "lora"}, "views": {"strategy": "lora", "augment": "affine", "copies": 1}}
     mine = content | {"methods": methods, "classifiers": ["lda"], "drift": ["none"], "seeds": [0], "reference": None}
@@ -592,7 +593,7 @@ def test_stream_takes_the_settings_of_a_protocol_but_not_those_of_its_method(con
         read_plan(write(tmp_path / "plan.yaml", content | {"streams": streams}))
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_example_file_for_photographs_runs(digit_folders, tmp_path, monkeypatch, capsys):
     """Run the example as a user does, on the folder that it names, but with the demo model and small settings."""
     monkeypatch.chdir(tmp_path)

@@ -12,7 +12,7 @@ from compared import without_times
 from research.comparison.compare import compare
 from research.comparison.plan import make_plan
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.rare, pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture(scope="module")

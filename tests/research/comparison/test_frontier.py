@@ -21,6 +21,7 @@ from research.comparison.frontier_page import frontier_svg, frontier_text, loss_
 from research.comparison.measured import PLACES, Measured, Point, read_all, title_of
 from research.comparison.plan import Row, as_text, read_plan
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "frontiers"
 SVG = "{http://www.w3.org/2000/svg}"

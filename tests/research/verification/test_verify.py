@@ -29,6 +29,7 @@ from research.verification.fetching import Fetcher
 from research.verification.images import few_shots
 from research.verification.measuring import gda_clip
 
+pytestmark = pytest.mark.slow
 NAMES = ["red_fox", "owl", "see"]  # the last name is misspelt
 CHECK_NAMES = ["Red Fox", "Owl", "Sea"]
 TEMPLATES = ["a photo of a {}.", "the {}."]
