@@ -32,6 +32,7 @@ from dulbe_peft.classifiers.groups import (
     ENOUGH,
     MANY_ALIKE,
     check_groups,
+    few_items,
     groups_of_classes,
     share_alike,
     sums_of_groups,
@@ -81,7 +82,9 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
     known = {name: share for name, share in shares.items() if share is not None}
     if (wrong := surely_wrong(state.classifiers.values())) is not None:
         known = {name: corrected(share, wrong, len(place)) for name, share in known.items()}
-    return now.model_copy(update={"images": len(rows), "classes": classes, "shares": known, "wrong": wrong})
+    items = 0 if groups is None else len(groups.unique())
+    facts = {"images": len(rows), "items": items, "few_items": few_items(labels, groups)}
+    return now.model_copy(update=facts | {"classes": classes, "shares": known, "wrong": wrong})
 
 
 def surely_wrong(classifiers: Iterable[Classifier]) -> tuple[float, float, float] | None:

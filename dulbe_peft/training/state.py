@@ -64,6 +64,8 @@ class Estimates(Record):
     tasks: int = 0  # tasks that the learner had finished
     updates: int = 0  # updates that the learner had made
     images: int = 0  # number of held-out images
+    items: int = 0  # number of the items that they show, or 0 if no groups were given
+    few_items: bool = False  # whether these items are too few to tell wrong labels
     classes: tuple[str, ...] = ()
     shares: dict[str, tuple[Fraction, Fraction, Fraction]] = {}  # classifier -> accuracy and its 95 % interval
     wrong: tuple[Fraction, Fraction, Fraction] | None = None  # share of wrong labels and its interval, if above 0
@@ -81,6 +83,8 @@ class Estimates(Record):
                 f"about {share:.0f} % of the labels look wrong ({low:.1f} to {high:.1f} %): the estimate is corrected "
                 "for this, and fewer answers agree with the labels"
             )
+        if self.few_items:
+            found.append("too few items to say how many labels are wrong")
         if self.alike:
             found.append(
                 "many photographs look like one another; if they show the same items, give their groups (--group): "

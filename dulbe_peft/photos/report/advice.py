@@ -147,6 +147,7 @@ def estimated(results: Results) -> Estimated | None:
     few = estimates.images < _FEW
     some += " (too few for a reliable estimate)" * few
     images = f"{estimates.images:,} training image{'s' * (estimates.images != 1)}"
+    images += f" of {counted(estimates.items, 'item')}" if estimates.items else ""
     words = f"accuracy estimated from {images}{some}, each left out in turn, with 95 % intervals:"
     remarks = estimates.remarks(classes)
     return Estimated(words, sorted(rows, key=lambda row: -row[1].share), few, remarks)
@@ -155,8 +156,14 @@ def estimated(results: Results) -> Estimated | None:
 def about_data(run: RunFolder) -> list[str]:
     """Return what the training images say about the labels and about photographs of the same items."""
     known = sum(map(len, run.learned))
-    estimates = run.results.estimates.model_copy(update={"shares": {}, "misnamed": ()})  # `next_steps` has the names
+    estimates = run.results.estimates.model_copy(update={"misnamed": ()})  # `next_steps` has the names
     return [f"{line[0].upper()}{line[1:]}." for line in estimates.remarks(known)]
+
+
+def estimate_leads(run: RunFolder) -> bool:
+    """Return whether the page begins with the estimate and its remarks, because there are no test images."""
+    estimate = estimated(run.results)
+    return not run.tested and estimate is not None and not estimate.few
 
 
 def chosen(run: RunFolder) -> tuple[str, str]:
@@ -237,9 +244,7 @@ def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix
     use = "" if best == run.first else f" --classifier {best}"
     if use:
         steps.append((f"{why[0].upper()}{why[1:]}.", f"dulbe-peft predict {folder} PHOTOS{use}"))
-    estimate = estimated(run.results)
-    told = not run.tested and estimate is not None and not estimate.few  # by the remarks beside the estimate
-    if run.results.estimates.misnamed and not told:
+    if run.results.estimates.misnamed and not estimate_leads(run):  # then its remarks name them
         words = about_names(run.results.estimates.misnamed)
         steps.append((f"{words[0].upper()}{words[1:]}.", ""))
     if hardly_knows(run.results):

@@ -99,8 +99,9 @@ def _content(run: RunFolder, key: str) -> dict[str, object]:
         "steps": advice.next_steps(run, rows, matrix),
         "trained_away": advice.trained_away(run.results),
         "earlier": [],
-        "about_data": advice.about_data(run) if run.tested else [],
-        "estimated": None if run.tested else advice.estimated(run.results),
+        "about_data": [] if advice.estimate_leads(run) else advice.about_data(run),
+        "estimated": advice.estimated(run.results),
+        "chosen": advice.chosen(run)[1],
         "class_rows": rows,
         "matrix": matrix,
     }

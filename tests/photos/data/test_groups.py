@@ -278,9 +278,12 @@ def test_page_of_a_run_with_groups_counts_items_and_says_what_looks_alike(digit_
     assert share.items == len(items) < share.images == len(rows)
     assert f"of {len(rows)} test images of {len(items)} items classified correctly" in page
     assert f"95 % interval {low} to {high})" in page and "many photographs look" not in page.lower()
+    estimates = read_run(tmp_path / "out").results.estimates
+    assert estimates.items == 15 - len(items) and estimates.few_items, "three or four items of each class"
     assert call(*words, "--output", tmp_path / "plain") == 0
     said = "Many photographs look like one another; if they show the same items, give their groups (--group)"
     plain = read_run(tmp_path / "plain")
+    assert plain.results.estimates.items == 0 and not plain.results.estimates.few_items
     assert (said in write_report(tmp_path / "plain").read_text(encoding="utf-8")) == plain.results.estimates.alike
     alike = plain.results.estimates.model_copy(update={"alike": True})
     run = replace(plain, results=plain.results.model_copy(update={"estimates": alike}))

@@ -15,9 +15,11 @@ from PIL import Image
 from tiny_encoders import save_encoder
 
 from dulbe_peft import ClassIncrementalLearner
+from dulbe_peft.checkpoints.layout import LEARNER_FILE
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.metrics.accuracy import TITLES
 from dulbe_peft.photos.commands.main import main
+from dulbe_peft.photos.commands.run import print_results
 from dulbe_peft.photos.report import advice, read_run, write_report
 from dulbe_peft.photos.report.advice import leaderboard, summary
 from dulbe_peft.photos.report.html import percent
@@ -282,6 +284,32 @@ def test_report_on_an_unfinished_run(runs, tmp_path):
     for name, block in (("bridge", whole["head"]), ("names alone", whole["zero_shot"])):
         assert rows[name] == [percent(value, 1) for value in block["overall"][:2]]
     assert len(rows_of(runs["one"] / "task-002" / "predictions.csv")) == len(read_run(run).predictions)
+
+
+ESTIMATES = {
+    "none": {},
+    "few": {"images": 3, "shares": {"bridge": (0.5, 0.1, 0.9)}, "classes": ["a"], "alike": True},
+    "alike": {"images": 40, "shares": {"bridge": (0.9, 0.8, 1.0), "lda": (0.5, 0.4, 0.6)}, "alike": True},
+    "items": {"images": 40, "items": 9, "few_items": True, "shares": {"lda": (0.9, 0.8, 1.0)}},
+    "wrong": {"images": 40, "items": 30, "wrong": (0.1, 0.05, 0.2), "misnamed": ["a", "b"]},
+}
+
+
+@pytest.mark.parametrize("tests", [True, False], ids=["tested", "untested"])
+@pytest.mark.parametrize("kind", ESTIMATES)
+def test_page_says_all_that_the_console_says_about_the_data_and_the_estimates(tmp_path, capsys, kind, tests):
+    """What stands on the console only is read once and then lost."""
+    out = learn(tmp_path / "run", strategy="frozen", tests=tests)
+    file = max(out.glob("task-*")) / LEARNER_FILE
+    facts = json.loads(file.read_text())
+    file.write_text(json.dumps(facts | {"estimates": {"classes": ["a", "b", "c"], **ESTIMATES[kind]}}))
+    capsys.readouterr()
+    print_results(str(out))
+    said = capsys.readouterr().out.partition("written: ")[2].splitlines()[1:]
+    said = [line for line in said if not line.startswith(("next: ", "to predict with it: "))]
+    assert len(said) >= {"none": 0, "few": 3, "alike": 3, "items": 3, "wrong": 2}[kind]
+    words = page_of(out, tmp_path / "page.html").words.lower().translate(str.maketrans("", "", "“”"))
+    assert [line for line in said if line.lower() not in words] == []
 
 
 def test_report_on_a_run_without_test_images(tmp_path, monkeypatch):
