@@ -80,7 +80,12 @@ def accuracies(system: str, seed: int) -> dict[str, float]:
     clip, processor = load_clip("demo")
     model = clip if strategy == "frozen" else get_peft_model(clip, DualModeLoraConfig(support_rank=16, **changes))
     args = LearnerArguments(
-        epochs=5, learning_rate=rate, prompt_template="a photo of the digit {}.", seed=seed, progress=False
+        epochs=5,
+        learning_rate=rate,
+        update_share=1,
+        prompt_template="a photo of the digit {}.",
+        seed=seed,
+        progress=False,
     )
     learner = ClassIncrementalLearner(model, processor, args, strategy=strategy, classifiers="text")
     for task in tasks[:4]:

@@ -75,7 +75,9 @@ def learner_of(clip: Any, processor: Any, strategy: str, seed: int, rate: float)
     """Return a learner of a model. The learner changes the model in place."""
     torch.manual_seed(seed)
     model = clip if strategy == "frozen" else get_peft_model(clip, DualModeLoraConfig())
-    args = LearnerArguments(seed=seed, learning_rate=rate or 1e-3, device="cpu", precision="float32", progress=False)
+    args = LearnerArguments(
+        seed=seed, learning_rate=rate or 1e-3, update_share=1, device="cpu", precision="float32", progress=False
+    )
     return ClassIncrementalLearner(model, processor, args, strategy, CLASSIFIERS)
 
 

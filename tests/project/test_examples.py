@@ -81,7 +81,7 @@ def test_domains_example_runs_resumes_and_checks_its_protocol(tmp_path, digit_fo
 
 def test_examples_of_predictions_and_of_estimators_run(tmp_path):
     predictions = run("predicting.py", cwd=tmp_path)
-    assert predictions.startswith("['two']") and "'probability'" in predictions
+    assert predictions.startswith("two\n") and "'probability'" in predictions
     first, *_, best = run("estimators.py", cwd=tmp_path).splitlines()
     assert float(first) > 0.9 and "'classifier'" in best
 
