@@ -18,6 +18,7 @@ def adapted(base, **fields):
     return learned(get_peft_model(base, DualModeLoraConfig(**CONFIG, **fields)))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_exported_lora_gives_the_same_outputs(tiny_clip, tmp_path):
     """Cover history, text LoRA, modules to save, a single tower, and merged, disabled and second adapters.

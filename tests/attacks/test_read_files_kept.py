@@ -60,6 +60,7 @@ def cases():
                 yield name, flag, file
 
 
+@pytest.mark.plain("media.csv", "a/0.png")
 @pytest.mark.parametrize("name, flag, file", [*cases()])
 def test_output_replaces_no_file_that_is_read(finished_run, tiny_model, read, capsys, name, flag, file):
     inside = read / file if file == "table.csv" else read / "data" / file

@@ -148,6 +148,7 @@ def test_model_folder_with_a_custom_image_processor_is_refused(here):
         assert type(load_clip("models/clip")[1].image_processor) is transformers.CLIPImageProcessorPil
 
 
+@pytest.mark.slow
 def test_resumed_run_with_random_images_is_identical(here, monkeypatch):
     """The random numbers of Python, NumPy and torch in a task do not depend on what ran before in the process."""
     names = ["a", "b"], ["c", "d"]

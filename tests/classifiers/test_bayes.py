@@ -334,6 +334,7 @@ def test_fixed_settings_have_the_temperature_of_left_out_images():
     close(classifier.probabilities(tests), softmax(classifier(tests).numpy() / classifier.temperature, axis=1), 1e-6)
 
 
+@pytest.mark.slow
 def test_tables_add_up_over_tasks_and_updates():
     images, labels = photos(6)
     first, late = labels < 3, torch.arange(len(labels)) % 6 == 5

@@ -132,6 +132,7 @@ def test_order_of_classes_tasks_and_images_does_not_change_the_solution(name, in
     torch.testing.assert_close(actual(digits.tests)[:, back], expected, rtol=1e-4, atol=2e-3)
 
 
+@pytest.mark.plain("prototype", "lda", "ridge", "bofa")
 @pytest.mark.parametrize("name", UPDATING)
 def test_update_classes_equals_learning_all_images_at_once(name):
     images, labels = task(range(CLASSES))
@@ -252,6 +253,7 @@ LEFT_OUT = {
 }
 
 
+@pytest.mark.plain("text", "bridge:depths=0.3/0.3", "ridge:ridge=0.3", "lda:shrinkage=0.5,prior_images=0")
 @pytest.mark.parametrize(("spec", "near"), LEFT_OUT.items())
 def test_left_out_scores_equal_those_of_a_classifier_without_the_image(spec, near):
     rows, labels, texts = clusters(FEW, 6, seed=3)

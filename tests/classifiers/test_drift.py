@@ -52,6 +52,7 @@ def test_drift_map_is_chosen_only_if_it_predicts_held_out_classes():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["lda", "bayes", "bayes:features=0", "ridge", "ranpac:features=100", "prototype"])
 def test_following_drift_improves_accuracy_on_old_classes(spec):
     old, labels = images(12)

@@ -347,6 +347,7 @@ def test_features_of_a_few_predictions_are_not_stored(photos, plain):
     assert FeatureStore(store_path()).facts() == (0, 0)
 
 
+@pytest.mark.slow
 def test_other_weights_layers_or_resize_encode_again(photos, tmp_path, base, reads):
     """Even one changed weight, or another activation with the same weights, makes another encoder."""
     clip, processor = base
@@ -387,6 +388,7 @@ def test_augmented_views_are_stored_under_their_own_keys(photos, tmp_path, reads
 # ---------------------------------------------------------------------- images that a learner knows
 
 
+@pytest.mark.slow
 def test_no_photograph_counts_twice(photos, tmp_path, capsys):
     june, july = tmp_path / "june", tmp_path / "july"
     shutil.copytree(photos, june)

@@ -123,6 +123,7 @@ def test_data_set_of_the_user_is_read_by_the_main_thread(four_threads):
     assert len(frozen().image_embeds(images)) == len(images)
 
 
+@pytest.mark.slow
 def test_task_is_trained_on_the_same_pixels_in_the_same_order(folder, four_threads, monkeypatch):
     def seen(**fields):
         learner, pixels = tiny_learner(classifiers=("lda",), **fields), []

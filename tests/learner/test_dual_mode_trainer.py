@@ -311,6 +311,7 @@ def test_checkpoint_of_another_task_is_refused(base, tasks, tmp_path):
     assert differences(everything(other.learner), before) == []
 
 
+@pytest.mark.slow
 def test_save_model_saves_a_learner_beside_checkpoints(base, tasks, whole, tmp_path):
     trainer = learn(trainer_of(base, tmp_path, save_strategy="epoch"), tasks[:2])
     trainer.save_model()
@@ -369,6 +370,7 @@ def test_half_precision_trains_float32_weights(tasks, tmp_path):
     assert all(0 < (left[name] - right[name]).norm() < 0.5 * right[name].norm() for name in trained)
 
 
+@pytest.mark.slow
 def test_trainer_evaluates_every_epoch_and_loads_the_best(base, tasks, tmp_path):
     """Evaluation uses the texts of old and new classes, because the head does not know the new classes yet."""
     every_epoch = {"eval_strategy": "epoch", "save_strategy": "epoch", "lr_scheduler_type": "constant"}

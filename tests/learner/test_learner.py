@@ -146,6 +146,7 @@ def test_gradients_of_a_step_equal_two_literal_calls(base, digits, weight):
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_cached_and_online_teacher_agree(digits, plain, monkeypatch):
     previous, calls = DualModeLoraModel.previous_task, []
 
@@ -163,6 +164,7 @@ def test_cached_and_online_teacher_agree(digits, plain, monkeypatch):
     assert len(calls) == 6  # three epochs of 12 images in batches of 8, only in the second task
 
 
+@pytest.mark.plain("fields0", "fields3", "fields5")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -187,6 +189,7 @@ def test_order_of_a_tasks_images_depends_on_seed_task_and_epoch():
     assert epoch_order(9, 0, 0, 0) == orders[0]
 
 
+@pytest.mark.plain("fields1", "fields2")
 @pytest.mark.parametrize("fields", [{"num_workers": 2}, {"pixel_cache_mb": 0}, {"progress": True}])
 def test_reading_options_do_not_change_the_result(digits, read, fields):
     """The model gets the same pixels in the same order. Only their place in memory may change the rounding."""

@@ -37,6 +37,7 @@ TAKEN = {
 }
 
 
+@pytest.mark.plain("save", "pickle")
 @pytest.mark.parametrize("name", TAKEN)
 def test_saving_or_copying_waits_until_a_task_is_learned(tmp_path, name):
     """Otherwise the copy would have a half-trained adapter and the old classifiers."""
@@ -139,6 +140,7 @@ class Killing:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_killed_worker_process_raises_an_error_and_changes_nothing():
     learner = learned(tiny_learner(num_workers=1), 1)
     before, rows = everything(learner), Killing()

@@ -245,6 +245,7 @@ def test_probabilities_that_nothing_calibrated_come_with_a_warning(base, digit_f
     assert learner.classifier.calibrated and not recwarn.list
 
 
+@pytest.mark.slow
 def test_trained_model_warns_that_rates_are_not_guaranteed(base, digit_folders, recwarn):
     """The thresholds would come from images that the model was trained on; plain predictions need no threshold."""
     root = digit_folders(2, 30, 2)

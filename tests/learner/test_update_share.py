@@ -148,6 +148,7 @@ def test_single_name_gives_a_share():
     assert facts(images, images, torch.zeros(3, dtype=torch.long), images[:1]) == (0.2, 0.0)
 
 
+@pytest.mark.slow
 def test_auto_learns_the_same_as_its_chosen_share(base, tasks):
     """One training serves both: the choice has no effect on the learner but the share."""
     chosen = make(base)
@@ -169,6 +170,7 @@ def test_closing_pass_sees_the_model_that_remains(base, tasks):
     assert torch.allclose(learner.closing.features, features, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_share_is_saved_and_continued(base, tasks, tmp_path, capsys):
     whole = make(base)
     results = run_stream(whole, tasks[:2], tmp_path / "whole").contents()
@@ -190,6 +192,7 @@ def test_frozen_strategy_chooses_no_share(base, tasks):
     assert learner.record.update_share is None
 
 
+@pytest.mark.plain("bofa")
 @pytest.mark.parametrize("strategy", ["magmax", "sd_lora", "bofa", "l2p"])
 def test_strategies_without_a_share_keep_all_and_refuse_another(base, tasks, strategy):
     with pytest.raises(ValueError, match=rf"update_share is 0.5, but the strategy '{strategy}' does not go on"):

@@ -64,6 +64,7 @@ def test_small_photographs_have_the_same_features_either_way(tmp_path):
     assert torch.equal(learner(False).image_embeds(images), learner(True).image_embeds(images))
 
 
+@pytest.mark.slow
 def test_large_photographs_have_nearly_the_same_features(large):
     scaled, whole = (learner(value).image_embeds(load_data(large)) for value in (False, True))
     assert not torch.equal(scaled, whole) and (scaled * whole).sum(dim=1).min() > 0.999
@@ -110,6 +111,7 @@ def test_only_processors_that_fix_the_size_allow_a_smaller_scale(settings, expec
     assert jpeg_side(Both(), model, False) == expected and jpeg_side(Both(), model, True) == 0
 
 
+@pytest.mark.slow
 def test_store_keeps_both_kinds_of_features_apart(large, tmp_path):
     images, store = load_data(large), FeatureStore(tmp_path / "store.sqlite")
     alone, found = {}, {}

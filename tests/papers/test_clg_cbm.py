@@ -56,6 +56,7 @@ def literal_task(x, y, texts, concepts, old, e, w):
     return [tensor.detach() for tensor in leaves]
 
 
+@pytest.mark.slow
 def test_three_tasks_equal_literal_version_and_forgotten_class_loses_texts(monkeypatch):
     monkeypatch.setattr(clg_cbm, "MILESTONES", (3,))
     classifier, texts, each = ClgCbmClassifier(DIM, **SETTINGS), normal(6, DIM, seed=8), normal(9, DIM, seed=9)

@@ -81,6 +81,7 @@ def fresh():
         process.stdin.close()
 
 
+@pytest.mark.slow
 def test_loaded_in_a_fresh_process_features_and_predictions_are_equal(two_tasks, fresh, tmp_path):
     learner, pixels = two_tasks, torch.stack([pixels for pixels, _ in IMAGES])
     learner.save_pretrained(tmp_path / "saved")

@@ -148,6 +148,7 @@ def test_long_prompts_and_references_without_captions_are_refused():
             make_strategy(spec)
 
 
+@pytest.mark.slow
 def test_learner_keeps_no_captions_and_repeats_bit_for_bit(tmp_path):
     one, other = (learned(tiny_learner("lfi:captions=2", ("text", "bayes")), 2) for _ in range(2))
     assert not differences(everything(one), everything(other)) and one.memory is None

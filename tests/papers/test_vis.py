@@ -104,6 +104,7 @@ def test_store_never_returns_features_of_the_other_kind(tmp_path):
         assert torch.equal(kinds.setdefault(kind, z), z)
 
 
+@pytest.mark.slow
 def test_unprojected_learner_is_saved_merged_and_renamed_but_not_exported(tmp_path):
     learner = learned(frozen(features="unprojected"), 1)
     learner.save_pretrained(tmp_path / "saved")

@@ -94,6 +94,7 @@ def test_parameters_after_ten_steps_of_adam_equal_the_literal_ones():
         torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.plain("accuracy", "layer")
 @pytest.mark.rare("deployment", "encode", "family", "memory", "store", "tasks")
 @pytest.mark.filterwarnings(DEPRECATED)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS[n]) for n in BENCHMARKS])
@@ -397,6 +398,7 @@ def test_rejection_is_measured_on_untidy_folders():
     assert not {"covered", "known refused", "near, said"} & found[few].keys()
 
 
+@pytest.mark.slow
 def test_poor_cameras_take_every_digit_and_two_have_the_same_one(tmp_path):
     cameras.main(["--save", str(tmp_path / "digits")])
     found = {}

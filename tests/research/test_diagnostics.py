@@ -170,6 +170,7 @@ def trained(base, digit_folders, tmp_path_factory):
     return learner, folder, tasks
 
 
+@pytest.mark.slow
 def test_inspect_task_foretells_the_captures_of_learning_it(trained):
     learner, folder, tasks = trained
     before = copy.deepcopy(learner.model.state_dict())

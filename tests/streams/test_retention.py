@@ -106,6 +106,7 @@ def test_learning_while_scaled_is_refused_and_scaling_frozen_model_does_nothing(
     assert len({row["unlearned"] for row in rows}) == 1 and rows[0]["learned"] is None
 
 
+@pytest.mark.slow
 def test_evaluate_command_reports_zero_shot_retention(trained, capsys):
     learner, (first, second), images, folder = trained
     command = ["evaluate", str(folder), "--data", str(images), "--device", "cpu", "--no-progress"]

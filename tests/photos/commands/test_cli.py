@@ -59,6 +59,7 @@ def next_command(captured):
     return captured.out.splitlines()[-1].removeprefix("next: dulbe-peft ")
 
 
+@pytest.mark.slow
 def test_run_follows_the_recommended_defaults(folders, tmp_path, capsys, monkeypatch):
     """Nothing is trained, all classes are one task, and --classifier chooses the classifier that predicts."""
     monkeypatch.chdir(tmp_path)

@@ -99,6 +99,7 @@ def test_joined_classes_equal_one_class_learned_from_both(photos, june, run, tmp
     assert "two was merged into three" in write_report(tmp_path / "out").read_text()
 
 
+@pytest.mark.slow
 def test_photographs_are_forgotten_by_their_content(photos, june, run, tmp_path, capsys):
     wrong = tmp_path / "elsewhere.jpg"
     shutil.copy(photos / "train" / "one" / "3.png", wrong)
@@ -123,6 +124,7 @@ def test_photographs_are_forgotten_by_their_content(photos, june, run, tmp_path,
         assert why in capsys.readouterr().err and not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_merge_equals_learning_the_images_of_both(photos, june, run, tmp_path, capsys):
     berlin = run(some(photos, tmp_path / "a", DIGITS[:3], 0, 3), tmp_path / "berlin")
     data = some(photos, tmp_path / "b", DIGITS[2:4], 3)

@@ -190,6 +190,7 @@ def clouds(counts):
     return (centres[labels] + 0.3 * generator.normal(size=(len(labels), 16))).astype(np.float32), labels
 
 
+@pytest.mark.slow
 def test_doubtful_labels_are_ranked_as_by_cleanlab():
     for counts in ([5, 1, 1], [30, 30]):
         assert doubtful_labels(*clouds(counts), None, 10.0) == []

@@ -170,6 +170,7 @@ def test_class_names_that_contradict_the_dataset_are_refused():
         tiny_learner().learn_task(Named(images_of(0, 1)), ["zero", "one"])
 
 
+@pytest.mark.slow
 def test_classes_added_to_the_data_of_a_run_become_new_tasks(photos, june, tiny_model, tmp_path, capsys):
     """The class five sorts before one, but comes after it in the run."""
     root = shutil.copytree(june, tmp_path / "june")
@@ -238,6 +239,7 @@ def taught(base, data, strategy="frozen", classifiers=("bridge", "prototype", "l
     return learner
 
 
+@pytest.mark.plain("bofa")
 @pytest.mark.parametrize("strategy", ["dulbe", "loda", "bofa"])
 def test_update_adds_images_to_the_input_sums_and_keeps_the_model(base, digits, strategy):
     first, more = digits

@@ -293,6 +293,7 @@ OUTPUTS = {
 }
 
 
+@pytest.mark.plain("predict --csv", "report --latex", "check --csv")
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_outputs_can_be_a_pipe_or_standard_output(learner, folders, tmp_path, capfd, output):
     command = [word.format(learner=learner, photos=folders) for word in OUTPUTS[output]]

@@ -132,6 +132,7 @@ def frames(heap, tmp_path):
     return tmp_path / "bursts"
 
 
+@pytest.mark.plain("flags1")
 @pytest.mark.parametrize("flags", [["--group", "folder"], ["--group", "(item[0-9])"], ["--group-seconds", 60]])
 def test_items_are_suggested_once_and_those_with_a_label_last(frames, tmp_path, capsys, flags):
     table, model = tmp_path / "label.csv", ["--model", demo_model_folder()]
@@ -204,6 +205,7 @@ def test_suggest_asks_for_the_groups_of_the_learner(frames, tmp_path, capsys):
     assert "learned photographs have groups: give --group" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_rejection_says_that_classes_with_one_image_are_rejected_more_often(heap, june, tmp_path, capsys):
     words = ["--reject", 0.3, "--csv", tmp_path / "answers.csv", "--overwrite"]
     assert call("predict", june, heap / "one-0.png", *words) == 0

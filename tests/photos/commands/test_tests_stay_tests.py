@@ -59,6 +59,7 @@ def write_labels(path, photos, corrected, renamed):
         csv.writer(file).writerows([["path", "label"], *rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held_out", [True, False], ids=["held out again", "without a word on tests"])
 def test_corrected_labels_of_tests_are_used_and_counted(photos, tmp_path, capsys, held_out):
     out, labels = tmp_path / "out", tmp_path / "fixed.csv"

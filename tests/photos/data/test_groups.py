@@ -259,6 +259,7 @@ def test_run_with_other_groups_than_before_is_refused_by_name(items, tmp_path, c
     assert call(*[*command, "--increment", "1", "--output", out / "1"], "--group", same) == 0
 
 
+@pytest.mark.slow
 def test_page_of_a_run_with_groups_counts_items_and_says_what_looks_alike(digit_folders, tmp_path):
     photos = digit_folders(3, 20, 0)
     for number, file in enumerate(sorted((photos / "train").rglob("*.png"))):

@@ -219,6 +219,7 @@ class Scores(torch.nn.Module):
         return self.function(z, **self.given)
 
 
+@pytest.mark.slow
 def test_formula_of_every_classifier_gives_its_scores_and_is_exportable(clip):
     z = random_features(16)
     rows, linear = torch.export.Dim("rows"), set()
@@ -392,6 +393,7 @@ def test_error_names_the_missing_package(clip, tmp_path, monkeypatch):
     assert not (tmp_path / "onnx").exists()
 
 
+@pytest.mark.slow
 def test_wrong_arguments_raise_and_write_nothing(clip, learners, tmp_path):
     fresh = ClassIncrementalLearner(
         tiny.make_model("vit"), learners("vit").processor, args=LearnerArguments(**QUICK), strategy="frozen"

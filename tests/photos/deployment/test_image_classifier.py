@@ -48,6 +48,7 @@ def test_class_names_are_put_into_the_template(images):
     assert not np.allclose(other.predict_proba(arrays), plain.predict_proba(arrays), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_estimator_is_cloned_pickled_cross_validated_and_searched(images):
     arrays, names = images
     estimator = ImageClassifier("demo", "lda", prompt_template="the digit {}.")

@@ -299,6 +299,7 @@ def test_charts_on_a_page_use_its_colours(finished_run):
     assert accuracy_figure(Results.of(results)).axes[0].get_ylim() == (0, 100), "the axis is not cut off"
 
 
+@pytest.mark.slow
 def test_charts_in_files_are_not_empty(finished_run, tmp_path):
     results = json.loads((finished_run / "results.json").read_text())
     with drawn():
