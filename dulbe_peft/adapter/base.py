@@ -51,7 +51,12 @@ def temporarily(owner: object, attribute: str, value: object) -> Iterator[None]:
     try:
         yield
     finally:
-        setattr(owner, attribute, before)
+        last = getattr(owner, attribute)
+        # If an earlier block ended first, the attribute is at rest: it must not be set to that block's value again.
+        if last is value or last:
+            setattr(owner, attribute, before)
+        if last is not value:
+            raise ValueError("a block of the adapter ends while a later one is running: leave them in reverse order")
 
 
 def layers_of(model: nn.Module, adapter: str, kind: type[nn.Module] | None = None) -> dict[str, Any]:

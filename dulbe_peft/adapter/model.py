@@ -62,6 +62,11 @@ class DualModeLoraModel(BaseTuner):
             raise ValueError(
                 f"the model already has the adapter {adapter_name!r}: unload() it, or choose another name"
             )
+        if isinstance(peft_config, dict) and any(isinstance(module, DualModeLayer) for module in model.modules()):
+            raise ValueError(
+                "the model already has adapters, whose layers two PeftModels would share without knowing of each "
+                f"other: unload() them, or call add_adapter({adapter_name!r}, config) on the first PeftModel"
+            )
         self._beginnings: dict[str, Beginning] = {}  # before PEFT's `__init__`, which injects the first adapter
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
         self._in_previous_task = False  # whether a block has replaced `modules_to_save`

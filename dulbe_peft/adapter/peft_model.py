@@ -123,6 +123,8 @@ class DualModePeftModel(PeftModel):
         """Save as PEFT does, and write facts about each adapter into its file's metadata."""
         self.check_state("get_peft_model_state_dict")
         directory, base = str(save_directory), self.get_base_model()
+        for name in self.peft_config.keys() & set(selected_adapters or self.peft_config):
+            self._check_scales(name, self.peft_config[name])
         super().save_pretrained(
             directory, safe_serialization, selected_adapters, save_embedding_layers, is_main_process, **kwargs
         )
@@ -136,13 +138,18 @@ class DualModePeftModel(PeftModel):
             if safe_serialization:
                 write_facts(folder / SAFETENSORS_WEIGHTS_NAME, facts)
 
+    def _check_scales(self, adapter: str, config: Any) -> None:
+        for layer in layers_of(self.get_base_model(), adapter, TextLoraLinear).values():
+            layer.check_scale(adapter, config)
+
     def load_adapter(  # type: ignore[override]
         self, model_id: str, adapter_name: str, *args: Any, **kwargs: Any
     ) -> Any:
         """Load as PEFT does, after checking the weights. PEFT reads no configuration if the model has the adapter."""
         if adapter_name in self.peft_config:
             names = ("subfolder", "revision", "token", "cache_dir")
-            DualModeLoraConfig.from_pretrained(model_id, **{name: kwargs[name] for name in names if name in kwargs})
+            config = DualModeLoraConfig.from_pretrained(model_id, **{n: kwargs[n] for n in names if n in kwargs})
+            self._check_scales(adapter_name, config)
         return super().load_adapter(model_id, adapter_name, *args, **kwargs)
 
     def push_to_hub(

@@ -6,6 +6,7 @@ pass of an adapter other than the one that a block holds, the deletion of an ada
 `base.py`), and loading other weights into an adapter that a block holds (in `saved.py`).
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -76,6 +77,19 @@ def _packed(model: nn.Module, layers: Layers) -> str | None:
     )
 
 
+def _tied(model: nn.Module, layers: Layers) -> str | None:
+    """Find weights of adapted layers that other parts of the model use too: each would get the other's update."""
+    weights = {id(layer.get_base_layer()._parameters.get("weight")): name for name, layer in layers.items()}
+    seen = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    tied = [name for key, name in weights.items() if seen[key] > 1]
+    if not tied:
+        return None
+    return (
+        f"the weight of layer {tied[0]!r} is also used elsewhere in the model ({len(tied)} such weights), which would "
+        "get this layer's update: use the adapter unmerged"
+    )
+
+
 STATES: dict[str, Callable[[nn.Module, Layers], str | None]] = {
     "sharded": _sharded,  # parameters are in parts, also while a pass has gathered them
     "merged": _merged,
@@ -86,11 +100,12 @@ STATES: dict[str, Callable[[nn.Module, Layers], str | None]] = {
     "disabled": _disabled,
     "trained_bases": _trained_bases,
     "packed": _packed,  # quantised, for example
+    "tied": _tied,  # another part of the model uses the same weight
     "meta": _offloaded,  # parameters without values
 }
 _BETWEEN_TASKS = ("sharded", "merged", "held", "disabled", "trained_bases", "meta")
 _SAVED = ("sharded", "altered", "meta")
-_MERGE = ("sharded", "held", "mixed", "packed")
+_MERGE = ("sharded", "held", "mixed", "packed", "tied")
 REFUSED: dict[str, Sequence[str]] = {
     "begin_task": _BETWEEN_TASKS,
     "fold_task": _BETWEEN_TASKS,

@@ -43,6 +43,16 @@ class TextLoraLinear(DualModeLayer):
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
+    def check_scale(self, adapter: str, config: DualModeLoraConfig) -> None:
+        """Raise an error if a configuration has another scale than the layer has."""
+        scale = config.text_alpha / config.text_rank if config.text_rank else 0.0
+        if scale != self.scaling[adapter]:
+            raise ValueError(
+                f"the configuration has text_alpha / text_rank = {scale}, but the adapter {adapter!r} of the model "
+                f"has {self.scaling[adapter]}, so its text LoRA would act otherwise: use the same values, or another "
+                "name"
+            )
+
     def updates(self, adapter: str) -> Updates:
         scale = self.scaling[adapter] * (1.0 if self._held is None else self._held.scale)
         return [(self.dulbe_text_A[adapter].T, scale * self.dulbe_text_B[adapter])]

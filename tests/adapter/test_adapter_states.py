@@ -116,6 +116,7 @@ OPERATIONS = {
     "keep_share": lambda m, kit: m.keep_share(0.5),
     "keep": lambda m, kit: m.keep(0.5),
     "save_beginning": lambda m, kit: m.save_beginning(),
+    "save_first_beginning": lambda m, kit: m.save_first_beginning("default"),
     "add_weighted_adapter": lambda m, kit: (
         m.add_weighted_adapter(["default", "other"], [0.5, 0.7], "sum"),
         m.set_adapter("sum"),
@@ -227,6 +228,16 @@ def without_values(model):
             layer.dulbe_shared_B["default"] = parameter
 
 
+@contextlib.contextmanager
+def tied(model):
+    """Let another part of the model use the weight of an adapted layer."""
+    model.get_base_model().tied = next(iter(model.dual_mode_layers().values())).base_layer
+    try:
+        yield
+    finally:
+        del model.get_base_model().tied
+
+
 # State -> a context that puts a model into it, and its names in the table.
 PLACES = {
     "unfolded": (lambda m: contextlib.nullcontext(), set()),
@@ -244,6 +255,7 @@ PLACES = {
     "sharded": (functools.partial(as_class, kind=Sharded, every=False), {"sharded"}),
     "packed": (functools.partial(as_class, kind=Packed, every=True), {"packed"}),
     "meta": (without_values, {"meta"}),
+    "tied": (tied, {"tied"}),
 }
 BLOCKS = {"held", "scaled", "scaled_history", "resting"}
 # Refused though the table does not say so: by the pass, by deleting, by loading, or by another row of the table.

@@ -586,3 +586,64 @@ def test_casting_of_inputs_may_be_disabled_as_for_other_methods(model):
     expected = outputs(model)
     with disable_input_dtype_casting(model):
         assert all(map(torch.equal, outputs(model), expected))
+
+
+class Tied(nn.Module):
+    """Two layers that have one weight, or one layer at two places."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        if whole:
+            self.b = self.a
+        else:
+            self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(self.a(x).tanh())
+
+
+@pytest.mark.parametrize(("whole", "targets"), [(False, ["a", "b"]), (False, ["a"]), (True, ["a", "b"])])
+def test_weights_that_are_used_twice_are_not_merged(whole, targets):
+    base, x = Tied(whole), torch.randn(3, 8)
+    pristine = copy.deepcopy(base.state_dict())
+    model = learned(get_peft_model(base, DualModeLoraConfig(**CONFIG | {"text_rank": 0}, target_modules=targets)))
+    expected = model(x)
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match="'[ab]' is also used elsewhere in the model"):
+            merge()
+    assert torch.equal(model(x), expected)
+    assert all(torch.equal(value, pristine[name]) for name, value in model.unload().state_dict().items())
+
+
+def test_other_scale_of_the_text_tower_is_refused(tiny_clip, tmp_path):
+    """PEFT reads no configuration for an adapter that the model has, and writes one that was edited afterwards."""
+    learned(adapted(tiny_clip(), text_alpha=4.0)).save_pretrained(tmp_path)
+    model = learned(adapted(tiny_clip()))
+    expected = outputs(model)
+    with pytest.raises(ValueError, match="text_alpha / text_rank = 0.5, but the adapter 'default' of the model has"):
+        model.load_adapter(tmp_path, "default")
+    model.peft_config["default"].text_alpha = 7.0
+    with pytest.raises(ValueError, match="text_alpha / text_rank = 0.875, but"):
+        model.save_pretrained(tmp_path / "edited")
+    assert not (tmp_path / "edited").exists() and all(map(torch.equal, outputs(model), expected))
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+def test_second_model_over_the_same_layers_is_refused(model):
+    base, expected = model.get_base_model(), outputs(model)
+    with pytest.raises(ValueError, match=r"already has adapters, .* call add_adapter\('second', config\)"):
+        get_peft_model(base, DualModeLoraConfig(**CONFIG), adapter_name="second")
+    assert all(map(torch.equal, outputs(model), expected))
+
+
+def test_blocks_that_end_out_of_order_raise_and_leave_the_model_as_it_was(model):
+    expected, (outer, inner) = outputs(model), (model.scaled(0.5), model.scaled(0.25))
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(ValueError, match="leave them in reverse order"):
+        outer.__exit__(None, None, None)
+    with pytest.raises(ValueError, match="leave them in reverse order"):
+        inner.__exit__(None, None, None)
+    assert all(map(torch.equal, outputs(model), expected))
+    model.fold_task()  # no block is running
