@@ -18,6 +18,7 @@ from research.comparison.measured import TEXT, Measured, read_all
 
 FILES = Path(__file__).parents[2] / "examples" / "frontiers"
 CELLS = Path(__file__).parent / "results" / "frontiers"
+FROZEN, AUTO = "nothing trained", "`auto`"
 REFERENCE, NOT_MEASURED = "DuLBE", "Not measured."
 # Figures of the docs: name -> file, stream and methods.
 FIGURES = {"frontier": ("handwriting", "16 images, ten tasks", ("frozen", "DuLBE", "LoRA", "merged LoRA"))}
@@ -103,15 +104,50 @@ def figure(results: Path, name: str) -> str:
 
 
 def shares(results: Path) -> list[list[str]]:
-    """Return the accuracies on learned and on never learned classes for each share of an update that was measured."""
-    rows = json.loads((results / "update-share.json").read_text(encoding="utf-8"))["rows"]
-    found = {(row["stream"], row["share"]): f"{row['learned']:.1f}, {row['never_learned']:.1f}" for row in rows}
-    streams, columns = (list(dict.fromkeys(row[name] for row in rows)) for name in ("stream", "share"))
-    columns.sort(key=["nothing trained", "a quarter of each task", "a half", "all", "`auto`"].index)
-    return [
-        ["", *columns],
-        *([stream, *(found.get((stream, column), "") for column in columns)] for stream in streams),
-    ]
+    """Return the accuracies by names on learned and on never learned classes for each share that has every seed."""
+    streams, columns = _shares(results)
+    lines = [["", *columns, "seeds"]]
+    for stream, cells in streams.items():
+        seeds = _seeds(cells)
+        whole = {share for share, by_seed in cells.items() if by_seed.keys() >= seeds}
+        means = {
+            share: ", ".join(f"{_mean(cells[share], seeds, name):.1f}" for name in ("value", "never_learned"))
+            for share in whole
+        }
+        lines.append([stream, *(means.get(column, "") for column in columns), str(len(seeds))])
+    return lines
 
 
-CURVES: dict[str, Any] = {each.__name__: each for each in (frontier, hulls, said, cells, half, shares)}
+def share_changes(results: Path) -> list[list[str]]:
+    """Return how much the rule, and it with other limits, changes each accuracy, in points, as a mean over the seeds."""
+    measures = {"names": "value", "never learned": "never_learned"}
+    measures |= {f"`{name}`": name for name in ("bayes", "pooled_bridge", "lda")}
+    lines = [["", "share", *measures, "seeds"]]
+    for stream, cells in _shares(results)[0].items():
+        for share in (AUTO, f"{AUTO}, at most a quarter", f"{AUTO}, no limit"):
+            pair = [{s: row for s, row in cells.get(each, {}).items() if "lda" in row} for each in (share, FROZEN)]
+            if seeds := pair[0].keys() & pair[1].keys():
+                changes = [_mean(pair[0], seeds, name) - _mean(pair[1], seeds, name) for name in measures.values()]
+                figures = [minus(f"{change:+.1f}") for change in changes]
+                lines.append([stream, share, *figures, str(len(seeds))])
+    return lines
+
+
+def _shares(results: Path) -> tuple[dict[str, dict[str, dict[int, dict[str, Any]]]], list[str]]:
+    """Return stream -> share -> seed -> row of `research.benchmarks.shares`, and the shares in their order."""
+    rows = json.loads((results / "shares.json").read_text(encoding="utf-8"))["rows"]
+    streams: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
+    for row in rows:
+        streams.setdefault(row["stream"], {}).setdefault(row["share"], {})[row["seed"]] = row
+    return streams, [FROZEN, "a quarter of each task", "a half", "all", AUTO]
+
+
+def _seeds(cells: dict[str, dict[int, dict[str, Any]]]) -> set[int]:
+    return cells[FROZEN].keys() & cells.get(AUTO, cells[FROZEN]).keys()
+
+
+def _mean(by_seed: dict[int, dict[str, Any]], seeds: set[int], name: str) -> float:
+    return sum(by_seed[seed][name] for seed in seeds) / len(seeds)
+
+
+CURVES: dict[str, Any] = {each.__name__: each for each in (frontier, hulls, said, cells, half, shares, share_changes)}
