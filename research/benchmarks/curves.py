@@ -119,7 +119,7 @@ def shares(results: Path) -> list[list[str]]:
 
 
 def share_changes(results: Path) -> list[list[str]]:
-    """Return how much the rule, and it with other limits, changes each accuracy, in points, as a mean over the seeds."""
+    """Return how much the rule changes each accuracy, also with other limits, in points; the mean over the seeds."""
     measures = {"names": "value", "never learned": "never_learned"}
     measures |= {f"`{name}`": name for name in ("bayes", "pooled_bridge", "lda")}
     lines = [["", "share", *measures, "seeds"]]

@@ -1,10 +1,10 @@
 """Measure shares of each task's update on held-out training images, by names and by the classifiers of images.
 
-Streams: 110 classes of handwriting in ten tasks, also with CLIP's gap between images and names; the digits of the demo,
-of which four tasks of five are learned, also as one poor camera takes them (`research.benchmarks.cameras`); and
+Streams: 110 classes of handwriting in ten tasks, also with CLIP's gap between images and names; the demo's digits, of
+which four tasks of five are learned, also as one poor camera takes them (`research.benchmarks.cameras`); and
 photographs, 40 classes in eight tasks, or 15 others for each seed in three tasks, with more test images.
-`never_learned` is the accuracy on other classes: printed characters and photographs among their own names, and the last
-two digits among all ten.
+`never_learned` is the accuracy on other classes: printed characters and photographs among their own names, and the
+last two digits among all ten.
 
 The models are the demo's and the folders glyph-clip and small-clip in `--models`; the images are the folders
 handwriting, printed and photographs in `--data`. A stream without its folder is left out. Measured rows of the output
