@@ -280,7 +280,9 @@ def test_page_of_a_run_with_groups_counts_items_and_says_what_looks_alike(digit_
     assert f"of {len(rows)} test images of {len(items)} items classified correctly" in page
     assert f"95 % interval {low} to {high})" in page and "many photographs look" not in page.lower()
     estimates = read_run(tmp_path / "out").results.estimates
-    assert estimates.items == 15 - len(items) and estimates.few_items, "three or four items of each class"
+    names = {row.true for row in rows} | {*estimates.classes}
+    left = sum(name in estimates.classes and (name, f"item{n}") not in items for name in names for n in range(5))
+    assert estimates.items == left > 0 and estimates.few_items, "of the classes that have several training items"
     assert call(*words, "--output", tmp_path / "plain") == 0
     said = "Many photographs look like one another; if they show the same items, give their groups (--group)"
     plain = read_run(tmp_path / "plain")
