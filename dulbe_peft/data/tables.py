@@ -185,27 +185,32 @@ def _is_task(row: object) -> bool:
 def _label_studio_rows(path: Path, tasks: list[Any]) -> list[dict[str, Any]]:
     """Return the rows of the tasks that Label Studio exports: the data of each and, for each control, its choice.
 
+    What the data say under the name of a control, or as `label`, is older than the annotations, and is left out.
     Raises a ValueError if two annotations of a task differ, or nothing was annotated.
     """
-    rows = list[dict[str, Any]]()
+    rows, choices = list[dict[str, Any]](), list[dict[str, str]]()
     for number, task in enumerate(tasks, start=1):
         chosen = list[dict[str, str]]()
         try:
             for annotation in task.get("annotations", []):
-                results = [result for result in annotation["result"] if result["type"] == "choices"]
-                choice = {result["from_name"]: _cell(result["value"]["choices"]) for result in results}
+                values: dict[str, dict[str, None]] = {}  # of all regions of an image
+                for result in annotation["result"]:
+                    if result["type"] == "choices":
+                        values.setdefault(result["from_name"], {}).update(dict.fromkeys(result["value"]["choices"]))
+                choice = {name: _cell([*each]) for name, each in values.items()}
                 if choice and choice not in chosen and not annotation.get("was_cancelled"):
                     chosen.append(choice)
-            rows.append(task["data"] | (chosen[0] if chosen else {}))
+            rows.append({name: value for name, value in task["data"].items() if name.lower() != "label"})
+            choices.append(chosen[0] if chosen else {})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"entry {number} of {path} is no task as Label Studio exports it: {error!r}") from error
         if len(chosen) > 1:
             both = " and ".join(map(str, chosen[:2]))
             raise ValueError(f"entry {number} of {path} has annotations that differ, {both}: cancel one of them")
-    controls = {name for row, task in zip(rows, tasks, strict=True) for name in row if name not in task["data"]}
+    controls = dict.fromkeys((name for choice in choices for name in choice), "")
     if not controls:
         raise ValueError(f"{path} has tasks of Label Studio, but no choice of a person: annotate them there")
-    return [dict.fromkeys(controls, "") | row for row in rows]
+    return [row | controls | choice for row, choice in zip(rows, choices, strict=True)]
 
 
 def _coco_rows(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
@@ -213,6 +218,10 @@ def _coco_rows(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
     try:
         names = {category["id"]: category["name"] for category in content["categories"]}
         plain = {image["id"]: {k: v for k, v in image.items() if k != "id"} for image in content["images"]}
+        for kind in ("images", "categories"):
+            for key, times in Counter(each["id"] for each in content[kind]).items():
+                if times > 1:
+                    raise ValueError(f"{path} has {times} {kind} with the id {key!r}: give each of them its own")
         rows = [
             plain[each["image_id"]] | {"category": names[each["category_id"]], "bbox": each.get("bbox", "")}
             for each in content["annotations"]

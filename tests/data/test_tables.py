@@ -190,6 +190,7 @@ def test_tasks_that_label_studio_exports_are_read(tmp_path):
     for changed, words in (
         ([task("in/b.png", ["dog"], ["cat"])], "entry 1 of .* has annotations that differ, .*dog.* and .*cat"),
         ([*tasks, task("in/d.png", ["dog", "cat"])], "'dog##cat' in one cell"),
+        ([*tasks, of_regions("in/d.png", "dog", "cat")], "'dog##cat' in one cell"),
         ([{"data": {"image": "in/b.png"}, "predictions": []}], "no choice of a person: annotate them there"),
         ([*tasks, task("in/d.png", annotations=[{"result": [{"type": "choices"}]}])], "entry 5 of .* is no task"),
         ([*tasks, 3], "entry 5 of .* is no task as Label Studio exports it"),
@@ -197,6 +198,25 @@ def test_tasks_that_label_studio_exports_are_read(tmp_path):
         file.write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=words):
             load_data(file, None)
+
+
+def of_regions(image, *kinds):
+    """Return a task with a choice for each region of the image."""
+    row = task(image, *([kind] for kind in kinds))
+    first, *others = row["annotations"]
+    first["result"] += [result for other in others for result in other["result"]]
+    return row | {"annotations": [first]}
+
+
+def test_regions_of_one_kind_are_one_choice_and_the_data_of_a_task_are_no_labels(tmp_path):
+    pictures(tmp_path, "in/a.png", "in/b.png", "in/c.png")
+    file = tmp_path / "export.json"
+    tasks = [of_regions("in/a.png", "cat", "cat"), task("in/b.png", ["dog"]), task("in/c.png")]
+    for name in ("choice", "label", "Label"):
+        for each in tasks:
+            each["data"] = {"image": each["data"]["image"], name: "older"}
+        file.write_text(json.dumps(tasks))
+        assert relative(tmp_path, file) == {"in/a.png": "cat", "in/b.png": "dog"}
 
 
 def coco(annotations, **more):
@@ -224,6 +244,12 @@ def test_coco_files_are_read_also_with_boxes(tmp_path):
     ):
         file.write_text(json.dumps(coco(annotations)))
         with pytest.raises(ValueError, match=words):
+            load_data(file, None)
+    for kind in ("images", "categories"):  # as in two files that were joined
+        content = coco([("i0", 5, {})])
+        content[kind].append(content[kind][1] | {"id": content[kind][0]["id"]})
+        file.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=f"has 2 {kind} with the id .*: give each"):
             load_data(file, None)
 
 
