@@ -97,10 +97,12 @@ def _labelled(work: Labelling) -> list[Row]:
 
 
 def _answers(work: Labelling) -> list[Row]:
-    """Return the photographs without a label, with the learner's answer."""
+    """Return the photographs that have no label and were not taught meanwhile, with the learner's answer."""
     names, shares, labels = work.best_answers()
-    rows = [_row(work, work.content[place], names[labels[place]], "answer") for place in work.left]
-    for row, place in zip(rows, work.left, strict=True):
+    learned = work.learner.state.known.class_of()
+    left = [place for place in work.left if work.content[place] not in learned]
+    rows = [_row(work, work.content[place], names[labels[place]], "answer") for place in left]
+    for row, place in zip(rows, left, strict=True):
         row.probability = shares[place]
     return rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 import shutil
@@ -180,6 +181,16 @@ def test_new_class_of_a_correction_is_asked_for(folder, heap, tmp_path):
     assert kept(tmp_path / "taught") == {name: "red"}
     correct(app, name, " GREEN ", ask=True)
     assert kept(tmp_path / "taught") == {name: "green"}
+
+
+def test_taught_photograph_of_the_folder_is_listed_once(folder, heap, tmp_path):
+    app = start(folder, tmp_path / "taught", heap)
+    path = next(path for path in sorted(heap.rglob("*.png")) if colour(path) == "red")
+    app.teach({"class": "red", "images": [base64.b64encode(path.read_bytes()).decode()]})
+    rows = app.look({"kind": "all", "count": 100})["rows"]
+    assert len(rows) == 12 and [row["state"] for row in rows if row["name"] == str(path)] == ["learned"]
+    app.undo({})
+    assert listed(app, kind="all")[str(path)]["state"] == "answer"
 
 
 def test_answer_is_confirmed_in_the_list(folder, heap, tmp_path):
