@@ -128,11 +128,19 @@ class Learning(Answering):
 
     @torch.no_grad()
     def set_text_embeds(self, text_embeds: Tensor | np.ndarray) -> None:
-        """Replace the text embeddings of all seen classes, (C_seen, d), after the text tower has changed."""
+        """Replace the text embeddings of all seen classes, (C_seen, d), by those of other texts; see `move_texts`."""
         if not self.reads_text:
             raise ValueError(f"the {self.name!r} classifier has no text embeddings")
         texts = self._unit_texts(text_embeds, len(self._class_names))
         self.install({"text_embeds": texts} | self.rule.retold(self.state, texts))
+
+    @torch.no_grad()
+    def move_texts(self, text_embeds: Tensor) -> None:
+        """Replace the text embeddings of all seen classes, (C_seen, d), by those that the same texts have now.
+
+        Training has moved them. What was measured with them, such as how well the names fit, still counts.
+        """
+        self.install({"text_embeds": F.normalize(text_embeds, dim=1).to(self.text_embeds)})
 
     @torch.no_grad()
     def move(self, matrix: Tensor) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.drift import linear_map
@@ -67,8 +66,8 @@ def learn_task(
             text = texts if classifier.reads_text else None
             if texts is not None and text is not None and text_embeds == "at_introduction":
                 text = torch.cat([classifier.text_embeds.to(texts), texts[old:]])
-            if old and text is not None:  # moved by training; they are still the names whose fit was measured
-                classifier.install({"text_embeds": F.normalize(text[:old], dim=1).to(classifier.text_embeds)})
+            if old and text is not None:
+                classifier.move_texts(text[:old])
             with phase(f"{TEACHING}{classifier.name}"):
                 if before is not None and drift == "linear":
                     classifier.move(linear_map(before, closing.features))

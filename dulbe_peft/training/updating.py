@@ -75,7 +75,7 @@ def keep(state: LearnerState, encoder: Encoder, share: float) -> LearnerState:
 
     def retell(classifier: Classifier) -> None:
         if texts is not None and classifier.reads_text and state.args.text_embeds == "current":
-            classifier.set_text_embeds(texts)
+            classifier.move_texts(texts)
 
     return _changed(state, retell, Update(after=len(state.tasks), kept=share))
 

@@ -271,6 +271,20 @@ def test_kept_share_answers_as_the_block_and_after_loading(base, tasks, tmp_path
     assert torch.allclose(unit_image_embeds(merged, pixels)[0], learner.image_embeds(images)[0], atol=1e-5)
 
 
+def test_kept_share_moves_the_names_whose_fit_still_counts(base, tasks):
+    learner = make(base, 1.0, classifiers=("bayes",), adapter={"text_rank": 2})
+    learner.learn_task(tasks[0].train)
+    bayes = learner.classifiers["bayes"]
+    before, known = bayes.text_embeds, bayes.rule.fitted(bayes.state).told
+    assert known > 0, "the training images tell how well the names fit"
+    with pytest.warns(UserWarning, match=r"\['bayes'\] keep statistics of images"):
+        learner.keep(0.25)
+    kept = learner.classifiers["bayes"]
+    assert not torch.allclose(kept.text_embeds, before, atol=1e-4), "another text would be set aside"
+    assert torch.allclose(kept.text_embeds, learner.text_embeds(learner.class_names), atol=1e-6)
+    assert not kept.set_aside.any() and kept.rule.fitted(kept.state).told == known
+
+
 def test_kept_share_is_in_the_results(base, tasks, tmp_path):
     learner = make(base, 1.0, classifiers=("text",))
     run_stream(learner, tasks[:1], tmp_path / "run")
