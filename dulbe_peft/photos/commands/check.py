@@ -133,21 +133,13 @@ def check(
         if looking:
             alike, views = VIEWS, looking
             print(f"\n{VIEWS}", file=words)
-        doubts = [f"  {printable(found.name)}: {found.why}" for found in doubtful[:DOUBTFUL]]
-        if len(doubtful) > DOUBTFUL:
-            doubts.append(f"  ... and {len(doubtful) - DOUBTFUL} more, which --csv FILE lists")
-        print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts, *reliability]), file=words)
+        print("\n".join(["", *_listed(doubtful), *reliability]), file=words)
     if page is not None:
         content = {"name": name, "inventory": inventory, "problems": [*inventory.problems(), *small]}
         content |= {"alike": alike, "views": [of[:VIEWED] for of in views[:STRIPS]]}
         by_harm = sorted(inventory.duplicates, key=lambda pair: pair.first.split == pair.second.split)  # leaks first
-        shown = {
-            "pairs": by_harm[:PAIRS],
-            "doubtful": doubtful[:DOUBTFUL],
-            "found": len(doubtful),
-            "reliability": reliability,
-        }
-        _write_page(Path(page), parts, content | shown)
+        content |= {"pairs": by_harm[:PAIRS], "doubtful": doubtful[:DOUBTFUL], "found": len(doubtful)}
+        _write_page(Path(page), parts, content | {"reliability": reliability})
     seen = inventory.pictures.items()
     blank = [[split, parts[split].item_name(at), "blank", why] for (split, at), (_, why, _) in seen if why]
     rows = [*_findings(inventory, doubtful), *tiny, *blank]
@@ -249,6 +241,15 @@ def _doubtful(
     lines += [about_names([names[label] for label in misnamed])] if misnamed else []
     lines += _reliability(try_swapped_labels(*given, alone), unit)
     return rows, lines, [[(split, at) for split, _, at in of] for of in looking]
+
+
+def _listed(doubtful: list[Doubtful]) -> list[str]:
+    """Return a line for each of the first doubtful labels, below a heading."""
+    lines = [DOUBTS if doubtful else NO_DOUBTS]
+    lines += [f"  {printable(found.name)}: {found.why}" for found in doubtful[:DOUBTFUL]]
+    if len(doubtful) > DOUBTFUL:
+        lines.append(f"  ... and {len(doubtful) - DOUBTFUL} more, which --csv FILE lists")
+    return lines
 
 
 def _expected(

@@ -105,9 +105,7 @@ def predict(
     files = {"--csv": csv, "--json": json_file, "--exiftool": exiftool, "--timelapse": timelapse}
     files |= {"--label-studio": label_studio, "--camtrap-dp": camtrap_dp, "--by-group": by_group}
     outputs = {flag: path for flag, path in files.items() if path is not None}
-    images = list(_images(paths))
-    if not images:
-        raise ValueError("standard input is empty, expected one path per line")
+    images = _images(paths)
     kinds = [(flag, path, SUFFIX.get(flag, ".csv")) for flag, path in outputs.items()]
     claim(*kinds, reads=images, overwrite=overwrite)
     claim(("--sort-into", sort_into, FOLDER), apart=images)
@@ -121,38 +119,25 @@ def predict(
 
     _warn(loaded, query.reject)
     rows: list[Prediction] = []
-    writers = _writers(photos, package, loaded.classifier.name)
+    name = loaded.classifier.name
+    writers = _writers(photos, package, name)
     wanted = [(path, writers[flag]) for flag, path in outputs.items() if flag in writers]
     photographs = unlabelled_images(images)
     items = _items(photographs, group, group_seconds, query.top_k) if grouping else None
-    if items is not None:
-        query = replace(query, top_k=len(loaded.class_names))
     with ExitStack() as opened:
         copy = opened.enter_context(output_files.sorted_folder(sort_into)) if sort_into else None
         if csv and not is_stream(csv):
             opened.enter_context(output_files.only_writer(csv))
-
-        def copied(row: Prediction) -> None:
-            if copy is not None:
+        for row in _answers(loaded, photographs, query, items):
+            rows.append(row)
+            if row.error is None and items is None and not wanted:
+                print(_line(row), flush=True)
+            if row.error is None and copy is not None:
                 copy(Path(row.image), row.classes[0] if row.known else NONE)
-
-        for row in _predictions(loaded, photographs, query):
-            rows.append(row if items is None or row.error is not None else items.add(row))
-            if row.error is not None:
-                print(f"dulbe-peft: {printable(row.image)} cannot be read: {row.error}", file=sys.stderr)
-            elif items is None:
-                if not wanted:
-                    print(_line(row), flush=True)
-                copied(row)
-        if items is not None:
-            rows = items.answered(rows)
-            for row in rows:
-                if row.error is None:
-                    copied(row)
-            if by_group is not None:
-                items.write(by_group)
-            elif not wanted:
-                print(*map(_line, items.answers().values()), sep="\n")
+        if items is not None and by_group is not None:
+            items.write(by_group)
+        elif items is not None and not wanted:
+            print(*map(_line, items.answers().values()), sep="\n")
         for path, write in wanted:
             write(rows, path)
     for line in Inventory({}, left_out=[*photographs.left_out]).problems():
@@ -166,14 +151,8 @@ def predict(
     if csv and not is_stream(csv):
         print_next_command("report", csv, to=sys.stderr)
     elif written and sort_into is None and "-" not in paths:
-        name = loaded.classifier.name
         print_next_command("predict", learner, *paths, classifier=name, sort_into="sorted", to=sys.stderr)
-    if all(unread):
-        return 2
-    missing = [path for path in images if not os.path.lexists(path)]
-    if missing:
-        print(f"{counted(len(missing), 'file')} missing, such as {printable(missing[0])}", file=sys.stderr)
-    return 1 if missing else 0
+    return 2 if all(unread) else _missing(images)
 
 
 def _writers(photos: str, package: Path | None, classifier: str) -> dict[str, Writer]:
@@ -228,18 +207,51 @@ def _warn(learner: ClassIncrementalLearner, reject: float | None) -> None:
         print(SINGLE.format(single, len(items)), file=sys.stderr)
 
 
-def _images(paths: Iterable[str]) -> Iterator[str]:
-    """Yield the paths, with "-" replaced by those on standard input, one per line."""
+def _images(paths: Iterable[str]) -> list[str]:
+    """Return the paths, with "-" replaced by those on standard input, one per line."""
+    images: list[str] = []
     for path in paths:
         if path != "-":
-            yield path
+            images.append(path)
             continue
         if sys.stdin is None:
             raise ValueError("standard input is closed, expected one path per line")
         lines = sys.stdin.buffer.read().split(b"\n")
         if any(b"\0" in line for line in lines):
             raise ValueError("standard input has a zero byte, which paths cannot have: give one path per line")
-        yield from (os.fsdecode(line.rstrip(b"\r")) for line in lines if line.strip())
+        images += (os.fsdecode(line.rstrip(b"\r")) for line in lines if line.strip())
+    if not images:
+        raise ValueError("standard input is empty, expected one path per line")
+    return images
+
+
+def _missing(images: Iterable[str]) -> int:
+    """Print how many of the files are missing, and return the exit status, 1 if any is missing and 0 otherwise."""
+    missing = [path for path in images if not os.path.lexists(path)]
+    if missing:
+        print(f"{counted(len(missing), 'file')} missing, such as {printable(missing[0])}", file=sys.stderr)
+    return 1 if missing else 0
+
+
+def _answers(
+    learner: ClassIncrementalLearner, images: LabelledImages, query: Query, items: ItemAnswers | None
+) -> Iterator[Prediction]:
+    """Yield the prediction of each image as soon as it is known: with items, only after the last image.
+
+    Images that cannot be read are reported.
+    """
+    rows: list[Prediction] = []
+    if items is not None:  # their means need all classes
+        query = replace(query, top_k=len(learner.class_names))
+    for row in _predictions(learner, images, query):
+        if row.error is not None:
+            print(f"dulbe-peft: {printable(row.image)} cannot be read: {row.error}", file=sys.stderr)
+        if items is None:
+            yield row
+        else:
+            rows.append(row if row.error is not None else items.add(row))
+    if items is not None:
+        yield from items.answered(rows)
 
 
 def _predictions(learner: ClassIncrementalLearner, images: LabelledImages, query: Query) -> Iterator[Prediction]:
