@@ -43,14 +43,28 @@ def described(name: str) -> str:
         return "\n\n".join(entry("##", value.__name__, value) for value in own if inspect.getdoc(value))
     parts = [entry("##", name.rpartition(".")[2], thing)]
     if inspect.isclass(thing):
-        for key, value in vars(thing).items():
-            value = getattr(value, "__func__", value)
-            value = (
-                inspect.unwrap(value.fget if isinstance(value, property) else value) if value is not None else value
-            )
-            if not key.startswith("_") and inspect.isfunction(value) and value.__doc__:
-                parts.append(entry("###", key, value))
+        for key, value in members_of(thing, name).items():
+            parts.append(entry("###", key, value))
     return "\n\n".join(parts)
+
+
+def members_of(cls: type, name: str) -> dict[str, Any]:
+    """Return the public methods and properties of a class, also those of its bases that no page describes."""
+    pages = "".join(path.read_text(encoding="utf-8") for path in PAGES.glob("*.md"))
+    others = [pkgutil.resolve_name(each) for _, each, _ in REFERENCE.findall(pages) if each != name]
+    bases = [each for each in others if inspect.isclass(each) and each in cls.__mro__[1:]]
+    elsewhere = {owner for each in bases for owner in each.__mro__}
+    found: dict[str, Any] = {}
+    for owner in cls.__mro__:
+        if owner.__module__.partition(".")[0] in PACKAGES and (owner is cls or owner not in elsewhere):
+            for key, value in vars(owner).items():
+                value = getattr(value, "__func__", value)
+                value = (
+                    inspect.unwrap(value.fget if isinstance(value, property) else value) if value is not None else 0
+                )
+                if not key.startswith("_") and inspect.isfunction(value) and value.__doc__:
+                    found.setdefault(key, value)
+    return found
 
 
 def entry(level: str, name: str, thing: Any) -> str:
@@ -72,10 +86,10 @@ def foreign(thing: Any) -> set[str]:
 def signature_of(name: str, thing: Any) -> str:
     """Return the signature as the source has it, so that it is the same with every version of Python."""
     kind = "class" if inspect.isclass(thing) else "def"
-    returns = ""
+    returns, fields = "", []
     if kind == "class" and "__init__" in vars(thing) and hasattr(thing, "__dataclass_fields__"):
-        names = [key for key in inspect.signature(thing).parameters if key not in foreign(thing)]
-        arguments = ", ".join(names)
+        fields = [typed(thing, key) for key in inspect.signature(thing).parameters if key not in foreign(thing)]
+        arguments = ", ".join(fields)
     elif kind == "class" and "__init__" not in vars(thing):
         return f"class {name}: ..."
     else:
@@ -90,9 +104,27 @@ def signature_of(name: str, thing: Any) -> str:
         returns = f" -> {ast.unparse(node.returns)}" if node.returns and kind == "def" else ""
     line = f"def {name}({arguments}){returns}: ..."
     if len(line) > WIDTH:
-        parts = textwrap.wrap(arguments, WIDTH - 4, break_long_words=False, break_on_hyphens=False)
+        parts = [f"{each}," for each in fields]  # a field a line
+        parts = parts or textwrap.wrap(arguments, WIDTH - 4, break_long_words=False, break_on_hyphens=False)
         line = f"def {name}(\n" + "\n".join(f"    {part}" for part in parts) + f"\n){returns}: ..."
     return line
+
+
+def typed(cls: type, field: str) -> str:
+    """Return a field with its type and default as the source has them; the limits of values stand in Args."""
+    for owner in cls.__mro__:
+        if owner.__module__.partition(".")[0] in PACKAGES and field in inspect.get_annotations(owner):
+            body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0].body
+            node = next(each for each in body if isinstance(each, ast.AnnAssign) and ast.unparse(each.target) == field)
+            kind, default = node.annotation, node.value
+            if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Annotated":
+                kind = kind.slice.elts[0]
+            if isinstance(default, ast.Call):  # `setting(default, help)` or `dataclasses.field(default=...)`
+                given = {each.arg: each.value for each in default.keywords}
+                made = given.get("default_factory")
+                default = default.args[0] if default.args else given.get("default", made and ast.Call(made, [], []))
+            return f"{field}: {ast.unparse(kind)}" + (f" = {ast.unparse(default)}" if default else "")
+    return field
 
 
 def markdown(doc: str, left_out: set[str]) -> str:
