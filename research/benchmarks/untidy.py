@@ -1,7 +1,13 @@
 """Folders as people have them: wrong labels, names that do not describe their images, and bursts of photographs.
 
     labels:0.1    a share of the images of each task exchange their labels; every class keeps its size
+    similar:0.1   a share of the images of each class get the label of the class most like it in their task
+    pair:0.4      a share of the images of the two most similar classes of each task get each other's label
+    strangers:0.3  the last class is not learned, and its images are so large a share of the class most like it
+    folders:2     two classes of each of so many tasks, the most similar ones, have each other's images
     names:0.2     a share of the classes exchange their names
+    bare:0.1      a share of the classes have no name
+    items:0.1     every image is an item of 6 to 24 frames, given as a group, and a share of the items are mislabelled
     bursts:4      every image comes with four further frames of the same thing, and nobody says so
     groups:4      the same, and each image with its frames is given as a group
     few:3         three classes, spread over the stream, keep their images, and the others keep one each
@@ -31,20 +37,29 @@ def untidy(kind: str, features: dict[str, Any], tasks: list[Task], seed: int) ->
     generator = torch.Generator().manual_seed(1000 + seed)
     if what == "labels":
         return features, wrong_labels(tasks, float(amount), generator)
+    if what in ("similar", "pair"):
+        return features, [similar_labels(task, float(amount), what == "pair", generator) for task in tasks]
+    if what == "folders":
+        count = int(amount)
+        return features, [similar_labels(task, 1.0, True, generator) for task in tasks[:count]] + tasks[count:]
+    if what == "strangers":
+        return features, strangers(tasks, float(amount), generator)
+    if what == "items":
+        mislabelled = [similar_labels(task, float(amount), False, generator) for task in tasks]
+        return features, framed(features, mislabelled, 23, generator, 5)
+    if what == "bare":
+        return without_names(features, float(amount), generator), tasks
     if what == "names":
         return wrong_names(features, float(amount), generator), tasks
     if what in ("bursts", "groups"):
-        learned = {row.numpy().tobytes() for task in tasks for row in task.train}
-        free = torch.tensor([row.numpy().tobytes() not in learned for row in features["train"]])
-        frames = [
-            with_frames(task, int(amount), features["train"][free], features["y"][free], generator) for task in tasks
-        ]
+        frames = framed(features, tasks, int(amount), generator)
         return features, [replace(task, groups=task.groups if what == "groups" else []) for task in frames]
     if what == "few":
         return features, few_classes(tasks, int(amount))
     if kind != "none":
         raise ValueError(
-            f"--untidy must be none, labels:SHARE, names:SHARE, bursts:N, groups:N or few:N, got {kind!r}"
+            "--untidy must be none, labels:SHARE, similar:SHARE, pair:SHARE, strangers:SHARE, folders:N, names:SHARE, "
+            f"bare:SHARE, items:SHARE, bursts:N, groups:N or few:N, got {kind!r}"
         )
     return features, tasks
 
@@ -65,6 +80,63 @@ def wrong_labels(tasks: list[Task], share: float, generator: torch.Generator) ->
         images[chosen] = task.train[chosen.roll(len(chosen) // 2)]
         changed.append(replace(task, train=images))
     return changed
+
+
+def alike(task: Task) -> Tensor:
+    """Return the cosines of the means of a task's classes, (C, C), less than all others with the class itself."""
+    labels = torch.tensor(task.y)
+    means = torch.stack([task.train[labels == label].mean(dim=0) for label in range(len(task.classes))])
+    means = normalize(means - means.mean(dim=0), dim=1)
+    return means @ means.T - 3 * torch.eye(len(means))
+
+
+def similar_labels(task: Task, share: float, pair: bool, generator: torch.Generator) -> Task:
+    """Return the task in which a share of each class's images, or of the two most similar classes, move.
+
+    They move to the most similar class of the task; those of the two classes to each other.
+    """
+    labels, like = torch.tensor(task.y), alike(task)
+    target = like.argmax(dim=1)
+    moving = divmod(int(like.argmax()), len(like)) if pair else range(len(like))
+    given = labels.clone()
+    for label in moving:
+        rows = (labels == label).nonzero()[:, 0]
+        # At least one image of a class stays, unless all of them move.
+        count = min(round(share * len(rows) + float(torch.rand(1, generator=generator)) - 0.5), len(rows))
+        rows = rows[torch.randperm(len(rows), generator=generator)[: count if share == 1 else min(count, len(rows) - 1)]]
+        given[rows] = moving[1 - moving.index(label)] if pair else target[label]
+    return replace(task, y=given.tolist())
+
+
+def strangers(tasks: list[Task], share: float, generator: torch.Generator) -> list[Task]:
+    """Return the tasks without the last class, whose images replace a share of those of the class most like it."""
+    last, task = len(tasks[-1].classes) - 1, tasks[-1]
+    labels, truth = torch.tensor(task.y), torch.tensor(task.truth)
+    found = (labels == int(alike(task)[last].argmax())).nonzero()[:, 0]
+    images, strange = task.train.clone(), task.train[labels == last]
+    count = min(round(share * len(found)), len(strange))
+    images[found[torch.randperm(len(found), generator=generator)[:count]]] = strange[:count]
+    kept, tested = labels != last, truth != last
+    fewer = replace(
+        task,
+        classes=task.classes[:-1],
+        train=images[kept],
+        y=labels[kept].tolist(),
+        test=task.test[tested],
+        truth=truth[tested].tolist(),
+        counts=task.counts[:-1],
+    )
+    return [*tasks[:-1], fewer]
+
+
+def without_names(features: dict[str, Any], share: float, generator: torch.Generator) -> dict[str, Any]:
+    """Return the features in which a share of the classes, at least one, have no text."""
+    if features["text"] is None:
+        return features
+    texts = features["text"].clone()
+    bare = torch.randperm(len(texts), generator=generator)[: max(1, round(share * len(texts)))]
+    texts[bare] = 0
+    return features | {"text": texts, "bare": bare.tolist()}
 
 
 def wrong_names(features: dict[str, Any], share: float, generator: torch.Generator) -> dict[str, Any]:
@@ -97,8 +169,20 @@ def few_classes(tasks: list[Task], number: int) -> list[Task]:
     return reduced
 
 
-def with_frames(task: Task, frames: int, pool: Tensor, owners: Tensor, generator: torch.Generator) -> Task:
-    """Return the task with further frames of each image, which form a group with it.
+def framed(
+    features: dict[str, Any], tasks: list[Task], frames: int, generator: torch.Generator, least: int | None = None
+) -> list[Task]:
+    """Return the tasks with further frames, as of `with_frames`, from images that no task has learned."""
+    learned = {row.numpy().tobytes() for task in tasks for row in task.train}
+    free = torch.tensor([row.numpy().tobytes() not in learned for row in features["train"]])
+    pool, owners = features["train"][free], features["y"][free]
+    return [with_frames(task, frames, pool, owners, generator, least) for task in tasks]
+
+
+def with_frames(
+    task: Task, frames: int, pool: Tensor, owners: Tensor, generator: torch.Generator, least: int | None = None
+) -> Task:
+    """Return the task with further frames of each image, which form a group with it: `least` to `frames`, or all.
 
     `pool`, (n, d), are images of the stream that are not learned, and `owners` their classes.
 
@@ -113,5 +197,10 @@ def with_frames(task: Task, frames: int, pool: Tensor, owners: Tensor, generator
     for _ in range(frames):
         first, second = pairs[:, torch.randint(pairs.shape[1], (len(task.train),), generator=generator)]
         made.append(normalize(task.train + APART * (pool[first] - pool[second]), dim=1))
-    groups = list(range(len(task.train))) * (frames + 1)
-    return replace(task, train=torch.cat(made), y=task.y * (frames + 1), groups=groups)
+    numbers = torch.full((len(task.train),), frames)
+    if least is not None:
+        numbers = torch.randint(least, frames + 1, (len(task.train),), generator=generator)
+    kept = (torch.arange(frames + 1)[:, None] <= numbers).flatten()  # the frames of a number lie one after another
+    groups = torch.arange(len(task.train)).repeat(frames + 1)[kept]
+    labels = torch.tensor(task.y).repeat(frames + 1)[kept]
+    return replace(task, train=torch.cat(made)[kept], y=labels.tolist(), groups=groups.tolist())
