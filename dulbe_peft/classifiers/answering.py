@@ -101,8 +101,8 @@ class Answering(Kept):
         """The share of the learned labels that look wrong and the ends of its 95 % interval, from 0 to 1.
 
         It is estimated from images that were left out: a label is wrong with this probability, and then each other
-        class is equally likely. Labels that are confused with a similar class cannot be told from classes that are
-        alike. None if no image could be left out.
+        class is equally likely. Labels that go to a similar class look like images that are hard to tell, and hardly
+        count; `classifiers.confusion` tells them. None if no image could be left out.
         """
         from dulbe_peft.classifiers.calibration import share_of_wrong_labels
 

@@ -358,6 +358,15 @@ class Choice(Fitted):
         return found
 
     @once
+    def exchanged(self) -> list[tuple[int, int]]:
+        """Pairs of misnamed classes: of all class means, that of each has the largest cosine with the other's text."""
+        fit = self.fits.plain.named
+        best = (fit.texts @ F.normalize(fit.means, dim=1).T).argmax(dim=1)
+        back = best[best] == torch.arange(len(best)).to(best)
+        of = self.misnamed & self.misnamed[best] & back
+        return [(one, int(best[one])) for one in of.nonzero()[:, 0].tolist() if one < int(best[one])]
+
+    @once
     def by_text(self) -> Tensor:
         """Log-loss of the labels by the texts alone, in nats, plus the penalty of w, (omegas, scales, wrong)."""
         table = counted(self.state)["by_text"][~self.misnamed].sum(dim=0)
@@ -705,6 +714,12 @@ class BayesClassifier(Classifier, rule=BayesRule):
         """The classes whose name does not describe their images, so that it is not used; see `bayes.Choice`."""
         places = self.rule.fitted(self.state).misnamed.nonzero()[:, 0].tolist()
         return [self._class_names[place] for place in places]
+
+    @property
+    def exchanged(self) -> list[tuple[str, str]]:
+        """Pairs of misnamed classes whose names describe each other's images best, as if folders were exchanged."""
+        pairs = self.rule.fitted(self.state).exchanged
+        return [(self._class_names[one], self._class_names[other]) for one, other in pairs]
 
     def solution(self) -> tuple[Tensor, Tensor]:
         """Return the weights, (C, d), and the offsets, (C,), of the scores of x; float64."""

@@ -285,15 +285,21 @@ def peaks(table: Tensor) -> Tensor:
 def share_of_wrong_labels(tasks: Sequence[TaskTemperature]) -> tuple[float, float, float] | None:
     """Return w and the ends of its 95 % interval from the left-out images of all tasks, or None without any.
 
-    w maximises the sum of the log-likelihoods plus log(1 - w). The interval contains each w whose sum is less than
-    `WITHIN` below that of the best one (Wilks, 1938).
+    They are those of `interval_of_wrong` for the sum of the tasks' log-likelihoods.
     """
     told = [task.wrong for task in tasks if task.wrong]
-    if not told:
-        return None
+    return interval_of_wrong(np.sum(told, axis=0)) if told else None
+
+
+def interval_of_wrong(likelihoods: np.ndarray) -> tuple[float, float, float]:
+    """Return w and the ends of its 95 % interval from the log-likelihood of each share of `WRONG`.
+
+    w maximises the log-likelihood plus log(1 - w). The interval contains each w for which this is less than `WITHIN`
+    below that of the best one (Wilks, 1938).
+    """
     from scipy.interpolate import PchipInterpolator
 
     fine = np.linspace(0, math.sqrt(WRONG[-1]), 2001) ** 2
-    values = PchipInterpolator(np.sqrt(WRONG), np.sum(told, axis=0))(np.sqrt(fine)) + np.log1p(-fine)
+    values = PchipInterpolator(np.sqrt(WRONG), likelihoods)(np.sqrt(fine)) + np.log1p(-fine)
     inside = fine[values >= values.max() - WITHIN]
     return float(fine[values.argmax()]), float(inside.min()), float(inside.max())

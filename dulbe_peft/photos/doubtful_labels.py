@@ -5,13 +5,15 @@ log-probabilities, because its photographs have one label and are wrong together
 """
 
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from dulbe_peft.classifiers import confusion
 from dulbe_peft.classifiers.bayes import BayesClassifier
+from dulbe_peft.classifiers.groups import few_items
 from dulbe_peft.classifiers.leaving import FOLDS, in_parts
 from dulbe_peft.sklearn import FeatureClassifier
 
@@ -23,6 +25,7 @@ class Doubt(NamedTuple):
     """An image or item whose label is doubtful, its predicted class, and the probabilities of label and this class.
 
     `image` is the first of `images`, the photographs of the item, of which `alike` look like the predicted class.
+    `wrong` is the probability that the label is wrong, see `classifiers.confusion`.
     """
 
     image: int
@@ -31,6 +34,17 @@ class Doubt(NamedTuple):
     probability: float
     images: tuple[int, ...]
     alike: int
+    wrong: float
+
+
+class Doubts(NamedTuple):
+    """The doubtful labels, and the share of wrong labels with the ends of its 95 % interval, from 0 to 1.
+
+    The share is None if too few images or items could be left out to tell wrong labels.
+    """
+
+    labels: list[Doubt]
+    share: tuple[float, float, float] | None
 
 
 class Trial(NamedTuple):
@@ -85,7 +99,7 @@ def try_swapped_labels(
         changed = labels.copy()
         for of, label in zip(items, given, strict=True):
             changed[list(of)] = label
-        doubted = {doubt.images for doubt in doubtful_labels(features, changed, texts, logit_scale, groups)}
+        doubted = {doubt.images for doubt in doubtful_labels(features, changed, texts, logit_scale, groups).labels}
         others = {*items} - places
         counts = len(doubted & places), len(places), len(doubted & others), len(others)
         trial = Trial(*(before + now for before, now in zip(trial, counts, strict=True)))
@@ -114,11 +128,11 @@ def doubtful_labels(
     texts: np.ndarray | None,
     logit_scale: float,
     groups: np.ndarray | None = None,
-) -> list[Doubt]:
+) -> Doubts:
     """Return the doubtful items, the least probable label first, and then doubtful images of other items.
 
     `bayes` predicts each fifth of the images after it has learned the others. An image or item that is alone in its
-    class is left out, because no other one shows that class.
+    class is left out, because no other one shows that class. `classifiers.confusion` tells which labels are wrong.
 
     Args:
         features: Features of the images, (n, d).
@@ -130,33 +144,43 @@ def doubtful_labels(
     """
     rows, classes, targets = _judged(labels)
     if len(classes) < 2:
-        return []
+        return Doubts([], None)
     classifier = _classifier(classes, texts, logit_scale)
     if groups is None:
         probabilities = _left_out(classifier, features[rows], targets)
     else:
         left, probabilities = _groups_left_out(classifier, features[rows], targets, groups[rows])
-        rows = rows[left]
+        rows, targets = rows[left], targets[left]
     place = {image: at for at, image in enumerate(rows.tolist())}
-    logs, target_of = np.log(np.maximum(probabilities, 1e-300)), dict(zip(classes.tolist(), range(len(classes))))
+    logs = np.log(np.maximum(probabilities, 1e-300))
 
-    def doubt_of(images: tuple[int, ...]) -> Doubt | None:
-        at = [place[image] for image in images if image in place]
-        if not at:
-            return None
-        mean = logs[at].mean(axis=0)
-        mean = np.exp(mean - np.logaddexp.reduce(mean)) if len(at) > 1 else probabilities[at[0]]
-        best, own = int(mean.argmax()), target_of[int(labels[images[0]])]
-        alike = int((logs[at].argmax(axis=1) == best).sum())
-        found = Doubt(images[0], int(classes[best]), float(mean[own]), float(mean[best]), images, alike)
-        return None if best == own else found
+    def judged(items: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], np.ndarray, np.ndarray]:
+        """Return the items that were left out, their probabilities, (items, classes), and their labels' places."""
+        of = [item for item in items if any(image in place for image in item)]
+        at = [[place[image] for image in item if image in place] for item in of]
+        means = np.array([logs[rows].mean(axis=0) for rows in at]).reshape(-1, len(classes))
+        means = np.exp(means - np.logaddexp.reduce(means, axis=1, keepdims=True))
+        return of, means, np.array([targets[rows[0]] for rows in at], dtype=np.int64)
 
-    items = items_of(labels, groups)
-    doubts = [doubt for doubt in map(doubt_of, items) if doubt]
-    inside = {image for doubt in doubts for image in doubt.images}
-    singles = [(image,) for of in items if len(of) > 1 for image in of if image not in inside]
-    further = [doubt for doubt in map(doubt_of, singles) if doubt]
-    return [*sorted(doubts, key=_rank), *sorted(further, key=_rank)]
+    def doubts(items: list[tuple[int, ...]], found: np.ndarray, own: np.ndarray, wrong: np.ndarray) -> list[Doubt]:
+        made = []
+        for item, each, label, error in zip(items, found, own, wrong, strict=True):
+            if (best := int(each.argmax())) != label:
+                alike = sum(int(logs[place[image]].argmax()) == best for image in item if image in place)
+                images = item[0], int(classes[best]), float(each[label]), float(each[best]), item, alike
+                made.append(Doubt(*images, float(error)))
+        return sorted(made, key=_rank)
+
+    of, found, own = judged(items_of(labels, groups))
+    if not of:
+        return Doubts([], None)
+    told = confusion.wrong_labels(torch.from_numpy(found), torch.from_numpy(own))
+    here = doubts(of, found, own, told.each.numpy())
+    inside = {image for doubt in here for image in doubt.images}
+    singles = judged([(image,) for item in of if len(item) > 1 for image in item if image not in inside])
+    further = doubts(*singles, told.of(torch.from_numpy(singles[1]), torch.from_numpy(singles[2])).numpy())
+    few = groups is not None and few_items(torch.from_numpy(targets), torch.from_numpy(groups[rows]))
+    return Doubts([*here, *further], None if few else (told.share, told.low, told.high))
 
 
 def _rank(doubt: Doubt) -> tuple[float, int]:
@@ -195,43 +219,25 @@ def _groups_left_out(
     return left, found[left]
 
 
-def wrong_labels(
+def misnamed_classes(
     features: np.ndarray,
     labels: np.ndarray,
     texts: np.ndarray | None,
     logit_scale: float,
     groups: np.ndarray | None = None,
-) -> tuple[tuple[float, float, float] | None, list[int]]:
-    """Return `Classifier.wrong_labels` of a `bayes` that has learned all images, and the `misnamed` classes.
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the `misnamed` and the `exchanged` classes of a `bayes` that has learned all images.
 
-    The arguments are those of `doubtful_labels`. An image that is alone in its class is left out. The share is None
-    if too few images or items could be left out to tell wrong labels.
+    The arguments are those of `doubtful_labels`. An image that is alone in its class is left out.
     """
     rows, classes, targets = _judged(labels)
-    if len(classes) < 2:
-        return None, []
+    if len(classes) < 2 or texts is None:
+        return [], []
     together = None if groups is None else groups[rows]
     learned = _classifier(classes, texts, logit_scale).fit(features[rows], targets, together).classifier_
     assert isinstance(learned, BayesClassifier)
-    told = any(any(task.wrong) for task in learned.calibration)  # all are 0 if there are few items
-    return learned.wrong_labels if told else None, [int(classes[int(place)]) for place in learned.misnamed]
-
-
-def expected_errors(doubts: Sequence[Doubt], wrong: float, labels: np.ndarray) -> float:
-    """Return how many of the doubtful labels are expected to be wrong, if a share w of all labels is `wrong`.
-
-    It is the sum of the probabilities that a label y is wrong, by the model of `calibration.log_likelihoods`:
-
-        w (1 - p(y | x)) / (C - 1) / ((1 - w) p(y | x) + w (1 - p(y | x)) / (C - 1))
-
-    Very small probabilities are too small, so that the sum is rather too large. Of the first ten doubts in four draws
-    of 47 textures with 3 % wrong labels, 30 of 40 were expected to be wrong and 18 were; with 10 % in three draws, 29
-    and 25 of 30.
-    """
-    classes = len(_judged(labels)[1])
-    own = np.array([doubt.own for doubt in doubts])
-    errors = wrong * (1 - own) / (classes - 1)
-    return float((errors / np.maximum((1 - wrong) * own + errors, 1e-300)).sum())
+    of = {name: int(classes[int(name)]) for name in learned.misnamed}
+    return [*of.values()], [(of[one], of[other]) for one, other in learned.exchanged]
 
 
 def _judged(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -19,6 +19,7 @@ correction is made.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
     classes without stored features are not part of the estimate. If the model was trained on the images or learned
     several views of them, there is no estimate, because it would be too optimistic.
     """
-    now = Estimates(tasks=len(state.tasks), updates=len(state.updates), misnamed=misnamed(state))
+    now = Estimates(tasks=len(state.tasks), updates=len(state.updates), **misnamed(state))
     if state.trained or any(views > 1 for _, views in state.known.ways):
         return now
     learned, place = state.known.learned, {name: row for row, name in enumerate(state.class_names)}
@@ -136,10 +137,10 @@ def many_alike(features: Mapping[bytes, Tensor], owner: Mapping[bytes, int]) -> 
     return share_alike(rows, torch.tensor([owner[content] for content in known], device=rows.device)) > MANY_ALIKE
 
 
-def misnamed(state: LearnerState) -> tuple[str, ...]:
-    """Return the classes whose name does not describe their images, by the first classifier that can tell."""
-    found = (each.misnamed for each in state.classifiers.values() if isinstance(each, BayesClassifier))
-    return tuple(next(found, ()))
+def misnamed(state: LearnerState) -> dict[str, Any]:
+    """Return `misnamed` and `exchanged` classes by the first classifier that can tell."""
+    found = next((each for each in state.classifiers.values() if isinstance(each, BayesClassifier)), None)
+    return {} if found is None else {"misnamed": tuple(found.misnamed), "exchanged": tuple(found.exchanged)}
 
 
 @torch.no_grad()

@@ -50,12 +50,20 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names[:LISTED]) + more
 
 
-def about_names(misnamed: Sequence[str]) -> str:
-    """Return a sentence on names that do not describe their images."""
-    return (
-        f"these names do not describe their images, and 'bayes' does not use them: {_listed(misnamed)}; rename them, "
-        "or check the labels"
-    )
+def about_names(misnamed: Sequence[str], exchanged: Sequence[Sequence[str]] = ()) -> list[str]:
+    """Return sentences on names that do not describe their images, and on pairs that describe each other's."""
+    pairs = [
+        f"{one!r} and {other!r} look exchanged: are the images of each in the folder of the other? 'bayes' uses "
+        "neither name, and all answers and estimates take the folders as they are"
+        for one, other in exchanged
+    ]
+    named = {name for pair in exchanged for name in pair}
+    if rest := [name for name in misnamed if name not in named]:
+        pairs.append(
+            f"these names do not describe their images, and 'bayes' does not use them: {_listed(rest)}; rename them, "
+            "or check the labels"
+        )
+    return pairs
 
 
 class Estimates(Record):
@@ -71,6 +79,7 @@ class Estimates(Record):
     wrong: tuple[Fraction, Fraction, Fraction] | None = None  # share of wrong labels and its interval, if above 0
     alike: bool = False  # whether many images look like one another, and no groups were given
     misnamed: tuple[str, ...] = ()  # classes whose name does not describe their images
+    exchanged: tuple[tuple[str, str], ...] = ()  # pairs of them whose names describe each other's images
 
     def remarks(self, known: int) -> tuple[str, ...]:
         """Return sentences on what the estimates mean, if `known` classes have been learned."""
@@ -90,8 +99,7 @@ class Estimates(Record):
                 "many photographs look like one another; if they show the same items, give their groups (--group): "
                 "the estimate, and the accuracy on held-out ones, may be much too high"
             )
-        if self.misnamed:
-            found.append(about_names(self.misnamed))
+        found += about_names(self.misnamed, self.exchanged)
         return tuple(found)
 
     @property

@@ -103,7 +103,9 @@ def similar_labels(task: Task, share: float, pair: bool, generator: torch.Genera
         rows = (labels == label).nonzero()[:, 0]
         # At least one image of a class stays, unless all of them move.
         count = min(round(share * len(rows) + float(torch.rand(1, generator=generator)) - 0.5), len(rows))
-        rows = rows[torch.randperm(len(rows), generator=generator)[: count if share == 1 else min(count, len(rows) - 1)]]
+        rows = rows[
+            torch.randperm(len(rows), generator=generator)[: count if share == 1 else min(count, len(rows) - 1)]
+        ]
         given[rows] = moving[1 - moving.index(label)] if pair else target[label]
     return replace(task, y=given.tolist())
 

@@ -82,7 +82,7 @@ def test_names_that_do_not_describe_their_images_are_found():
     changed = texts.clone()
     changed[[2, 7]] = texts[[7, 2]]
     classifier = taught("bayes", images, labels, changed)
-    assert classifier.misnamed == ["class 2", "class 7"]
+    assert classifier.misnamed == ["class 2", "class 7"] and classifier.exchanged == [("class 2", "class 7")]
     fixed = taught("bayes:kappa=4,rho=0.3", images, labels, changed)
     assert fixed.misnamed == [] and not torch.equal(fixed(images), classifier(images))
     trained = SimpleNamespace(tasks=[0], updates=[], trained=True, classifiers={"bayes": classifier})

@@ -372,6 +372,33 @@ def test_frames_are_made_from_images_that_are_not_learned():
         untidy.untidy("groups:2", features, frozen.draw(features, "6", 2, seed=0), seed=0)
 
 
+def test_labels_go_to_similar_classes_and_folders_are_exchanged():
+    features = blobs(6, 20) | {"text": torch.eye(6)}
+    features["train"] = F.normalize(
+        features["train"] + 0.5 * torch.eye(6)[features["y"] ^ 1], dim=1
+    )  # pairs look alike
+    clean = frozen.draw(features, "12", 6, seed=0)
+    partner = {place: clean[0].classes.index(label ^ 1) for place, label in enumerate(clean[0].classes)}
+    (moved,) = untidy.untidy("similar:0.25", features, clean, seed=0)[1]
+    wrong = [(right, given) for right, given in zip(clean[0].y, moved.y, strict=True) if right != given]
+    assert 12 <= len(wrong) <= 24 and all(given == partner[right] for right, given in wrong)
+    for kind, share in (("pair:0.4", 0.4), ("folders:1", 1.0)):
+        (changed,) = untidy.untidy(kind, features, clean, seed=0)[1]
+        wrong = [(right, given) for right, given in zip(clean[0].y, changed.y, strict=True) if right != given]
+        assert len({frozenset(each) for each in wrong}) == 1 and abs(len(wrong) - 24 * share) <= 2
+    (items,) = untidy.untidy("items:0.25", features, frozen.draw(features, "12", 6, seed=0), seed=0)[1]
+    sizes = torch.tensor(items.groups).bincount()
+    assert 6 <= int(sizes.min()) < int(sizes.max()) <= 24 and len(sizes) == 72
+    assert all(len({y for y, of in zip(items.y, items.groups, strict=True) if of == item}) == 1 for item in range(72))
+    (strange,) = untidy.untidy("strangers:0.5", features, clean, seed=0)[1]
+    last = len(clean[0].classes) - 1
+    own = [row.tobytes() for row, y in zip(clean[0].train.numpy(), clean[0].y, strict=True) if y == last]
+    found = [y for row, y in zip(strange.train.numpy(), strange.y, strict=True) if row.tobytes() in own]
+    assert found == 6 * [partner[last]] and last not in strange.y and last not in strange.truth
+    made = untidy.untidy("bare:0.3", features, clean, seed=0)[0]
+    assert (~made["text"].any(dim=1)).nonzero()[:, 0].tolist() == sorted(made["bare"]) and len(made["bare"]) == 2
+
+
 def test_estimates_of_untidy_folders_speak_for_their_classes_and_leave_out_groups():
     others = blobs(6, 30, seed=1, spread=0.6)
     features = blobs(6, 8, spread=0.6) | {"test": others["test"], "truth": others["truth"]}

@@ -42,8 +42,6 @@ from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import announce, counted, printable
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.photos.data.inventory import Found, Inventory, Pictures
@@ -73,6 +71,8 @@ VIEWS = (
     "many photographs look like one another; if they show the same items, give their groups (--group): without them, "
     "the other views of an item make its wrong label look right, and no share of wrong labels can be relied on"
 )
+AGREEMENT = "accuracies and estimates with these labels are the agreement with the labels: the accuracy can be higher"
+CONFIRMED = "; the label is probably wrong"
 FEW_ITEMS = "too few items to say how many labels are wrong"
 NO_DOUBTS = "no image looks more like another class than like its own"
 HEADER = ["split", "path", "finding", "detail", "proposed_class", "probability"]
@@ -203,7 +203,7 @@ def _doubtful(
 
     from dulbe_peft.classifiers.groups import MANY_ALIKE, examples_alike, share_alike
     from dulbe_peft.photos.data.inventory import Found
-    from dulbe_peft.photos.doubtful_labels import doubtful_labels, items_of, try_swapped_labels, wrong_labels
+    from dulbe_peft.photos.doubtful_labels import doubtful_labels, items_of, misnamed_classes, try_swapped_labels
     from dulbe_peft.training.state import about_names
 
     names = next(iter(parts.values())).class_names
@@ -215,7 +215,7 @@ def _doubtful(
     given = features, labels, texts, learner.logit_scale
     groups = [part.groups for part in parts.values() if part.groups is not None]
     alone = np.concatenate(groups) if groups else None
-    doubts, rows = doubtful_labels(*given, alone), []
+    (doubts, wrong), rows = doubtful_labels(*given, alone), []
     for doubt in doubts:
         label, other = names[labels[doubt.image]], names[doubt.predicted]
         images = [Found(split, at, part.item_name(at), label) for split, part, at in (places[i] for i in doubt.images)]
@@ -223,8 +223,9 @@ def _doubtful(
         named = group_names.get(int(alone[doubt.image])) if several and alone is not None else None
         views = f"{doubt.alike} of {len(images)} photographs look" if several else "looks"
         why = f"{views} like {printable(other)!r}, not like {printable(label)!r} (probability {doubt.own:.1%})"
+        why += CONFIRMED * (wrong is not None and doubt.wrong > 0.5)
         rows.append(Doubtful(images, named or images[0].name, why, other, f"{doubt.probability:.4f}"))
-    wrong, misnamed = wrong_labels(*given, alone)
+    misnamed, exchanged = misnamed_classes(*given, alone)
     shown, lines = (torch.from_numpy(features), torch.from_numpy(labels)), list[str]()
     many = alone is None and share_alike(*shown) > MANY_ALIKE
     looking = [[places[row] for row in of] for of in examples_alike(*shown, STRIPS, VIEWED)] if many else []
@@ -235,10 +236,11 @@ def _doubtful(
         )
     unit = "image" if alone is None else "item"
     if wrong is not None:
-        lines += _expected(wrong, doubts[:DOUBTFUL], labels, unit)
+        lines += _expected(wrong, doubts[:DOUBTFUL], unit)
     elif alone is not None:
         lines.append(FEW_ITEMS)
-    lines += [about_names([names[label] for label in misnamed])] if misnamed else []
+    pairs = [(names[one], names[other]) for one, other in exchanged]
+    lines += about_names([names[label] for label in misnamed], pairs)
     lines += _reliability(try_swapped_labels(*given, alone), unit)
     return rows, lines, [[(split, at) for split, _, at in of] for of in looking]
 
@@ -252,19 +254,16 @@ def _listed(doubtful: list[Doubtful]) -> list[str]:
     return lines
 
 
-def _expected(
-    wrong: tuple[float, float, float], first: list[Doubt], labels: np.ndarray, unit: str = "image"
-) -> list[str]:
+def _expected(wrong: tuple[float, float, float], first: list[Doubt], unit: str = "image") -> list[str]:
     """Describe the share of wrong labels, and how many of the first doubtful labels are expected to be errors."""
-    from dulbe_peft.photos.doubtful_labels import expected_errors
-
     share, low, high = (100 * each for each in wrong)
     what = "labels" if unit == "image" else "items' labels"
     lines = [f"about {share:.1f} % of the {what} look wrong ({low:.1f} to {high:.1f} %)"]
+    lines += [AGREEMENT] * (low >= 1)
     if first:
-        number = expected_errors(first, wrong[0], labels)
+        number = sum(doubt.wrong for doubt in first)
         listed = counted(len(first), "image" if unit == "image" else "finding")
-        lines.append(f"of the first {listed}, about {number:.0f} or fewer are expected to have a wrong label")
+        lines.append(f"of the first {listed}, about {number:.0f} are expected to have a wrong label")
     return lines
 
 

@@ -156,7 +156,9 @@ def estimated(results: Results) -> Estimated | None:
 def about_data(run: RunFolder) -> list[str]:
     """Return what the training images say about the labels and about photographs of the same items."""
     known = sum(map(len, run.learned))
-    estimates = run.results.estimates.model_copy(update={"misnamed": ()})  # `next_steps` has the names
+    estimates = run.results.estimates.model_copy(
+        update={"misnamed": (), "exchanged": ()}
+    )  # `next_steps` has the names
     return [f"{line[0].upper()}{line[1:]}." for line in estimates.remarks(known)]
 
 
@@ -244,9 +246,9 @@ def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix
     use = "" if best == run.first else f" --classifier {best}"
     if use:
         steps.append((f"{why[0].upper()}{why[1:]}.", f"dulbe-peft predict {folder} PHOTOS{use}"))
-    if run.results.estimates.misnamed and not estimate_leads(run):  # then its remarks name them
-        words = about_names(run.results.estimates.misnamed)
-        steps.append((f"{words[0].upper()}{words[1:]}.", ""))
+    if not estimate_leads(run):  # then its remarks name them
+        names = about_names(run.results.estimates.misnamed, run.results.estimates.exchanged)
+        steps += [(f"{words[0].upper()}{words[1:]}.", "") for words in names]
     if hardly_knows(run.results):
         words = "The names alone are hardly better than guessing with this model, and the estimate is low"
         steps.append((f"{words}: try a larger model.", ""))
