@@ -401,9 +401,7 @@ def test_check_lists_and_shows_doubtful_labels(digit_folders, tmp_path, capsys, 
 
 
 @pytest.mark.slow
-def test_check_names_the_folders_whose_name_does_not_describe_their_images(
-    digit_folders, tmp_path, capsys, monkeypatch
-):
+def test_check_asks_about_folders_that_are_exchanged(digit_folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
     folder, page = shutil.copytree(digit_folders(10, 6, 2), tmp_path / "photos"), tmp_path / "page.html"
     for split in ("train", "test"):
@@ -411,7 +409,7 @@ def test_check_names_the_folders_whose_name_does_not_describe_their_images(
             (folder / split / old).rename(folder / split / new)
     command = ["check", str(folder), "--check-labels", "--model", str(demo_model_folder()), "--device", "cpu"]
     assert main([*command, "--page", str(page)]) == 0
-    said = "these names do not describe their images, and 'bayes' does not use them: 'one', 'two'; rename them, or"
+    said = "'one' and 'two' look exchanged: are the images of each in the folder of the other?"
     assert f"\n{said}" in capsys.readouterr().out
     assert f"<p>{said[0].upper()}{said[1:]}" in html.unescape(page.read_text(encoding="utf-8"))
 
