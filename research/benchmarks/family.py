@@ -84,14 +84,13 @@ class Learner:
         args = LearnerArguments(
             epochs=values.epochs, batch_size=values.batch, eval_batch_size=values.batch, device="cpu", progress=False
         )
-        kind = STRATEGIES[strategy.partition(":")[0]]
+        kind = make_strategy(REFERRING.get(strategy, strategy))
         model = clip
         if kind.adapts:
             targets = sorted(kind.target_modules) if kind.target_modules else None
             model = get_peft_model(clip, DualModeLoraConfig(support_rank=32, target_modules=targets))
         classifiers = "prototype" if kind.classifiers == ("bridge",) else kind.classifiers[:1]
-        spec = REFERRING.get(strategy, strategy)
-        self.learner = ClassIncrementalLearner(model, processor, args=args, strategy=spec, classifiers=classifiers)
+        self.learner = ClassIncrementalLearner(model, processor, args=args, strategy=kind, classifiers=classifiers)
 
     def task(self) -> None:
         first = len(self.learner.class_names)
