@@ -63,8 +63,8 @@ def in_turn(labels: Tensor, most: int, groups: Tensor | None = None) -> Tensor:
 def choose(images: Tensor, labels: Tensor, groups: Tensor | None, counts: Tensor) -> Left:
     """Choose `MOST` images in turn, each class by rank, whose class has images outside of their group.
 
-    A group is taken whole, with its first image, as long as there are not more than `MOST` images. `counts`, (C,), are
-    the numbers of learned images. The result is on the device of the images, (n, d).
+    A group is taken whole, with its first image, and passed over if there were more than `MOST` images with it, unless
+    it is the first one. `counts`, (C,), are the numbers of learned images. The result is on the device of the images.
     """
     labels = labels.to(images.device)
     groups = None if groups is None else groups.to(labels)
@@ -74,9 +74,11 @@ def choose(images: Tensor, labels: Tensor, groups: Tensor | None, counts: Tensor
     if groups is not None and len(rows):
         numbers, sizes = groups[rows].unique(return_inverse=True, return_counts=True)[1:]
         first = torch.full_like(sizes, len(rows)).scatter_reduce(0, numbers, torch.arange(len(rows)).to(rows), "amin")
-        order = first.argsort()
-        taken = torch.zeros_like(sizes).scatter(0, order, sizes[order].cumsum(dim=0)) <= max(MOST, int(sizes.max()))
-        rows = rows[taken[numbers]]
+        taken, total, number_of = torch.zeros(len(sizes), dtype=torch.bool), 0, sizes.tolist()
+        for group in first.argsort().tolist():
+            if not total or total + number_of[group] <= MOST:
+                taken[group], total = True, total + number_of[group]
+        rows = rows[taken.to(rows.device)[numbers]]
     return Left.of(rows, labels, groups)
 
 

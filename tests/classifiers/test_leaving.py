@@ -83,3 +83,14 @@ def test_stored_images_are_chosen_in_turn_with_their_groups(most, monkeypatch):
     # 9 was learned twice, and 1 and 7 are one group.
     turns = [(b"1", "a"), (b"2", "b"), (b"8", "c"), (b"3", "a"), (b"4", "b"), (b"5", "a"), (b"7", "a")]
     assert chosen == dict([*turns[:most], (b"7", "a")])
+
+
+def test_a_group_that_does_not_fit_ends_no_choice(generator):
+    """50 groups of 30 images and one of 1,500: as many of the small groups are chosen as fit."""
+    groups = torch.cat([torch.arange(50).repeat_interleave(30), torch.full((1500,), 50)])
+    labels = groups % 2
+    images = F.normalize(torch.randn(3000, 8, generator=generator), dim=1)
+    left = leaving.choose(images, labels, groups, labels.bincount())
+    sizes = left.groups.unique(return_counts=True)[1]
+    assert len(sizes) == leaving.MOST // 30 or sizes.max() == 1500  # the large group is chosen if it is the first one
+    assert len(left.rows) >= leaving.MOST - 30
