@@ -123,10 +123,9 @@ class Sequences(RuleBasedStateMachine):
 
     def between_tasks(self, call):
         """Return whether an operation between tasks is allowed now; if it is not, check that it is refused."""
-        if len(self.active) != 1:
-            self.refused(call, "one adapter must be active")
-        elif self.merged:
-            self.refused(call, "merged into the base weights")
+        reasons = {"one adapter must be active": len(self.active) != 1, "merged into the base weights": self.merged}
+        if any(reasons.values()):
+            self.refused(call, "|".join(words for words, holds in reasons.items() if holds))
         else:
             return True
         return False

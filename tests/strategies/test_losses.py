@@ -188,7 +188,7 @@ def test_zscl_averages_the_adapter_over_its_steps(references, monkeypatch):
         steps.append([tensor.detach().clone() for tensor, _ in task.notes["means"]])
 
     monkeypatch.setattr(Zscl, "after_step", watched)
-    learner = learned(tiny_learner(f"zscl:reference_images={references}", epochs=3), 1)
+    learner = learned(tiny_learner(f"zscl:reference_images={references}", epochs=3, update_share=1), 1)
     ended = [tensor.detach() for tensor, _ in notes["means"]]
     assert len(steps) == 3
     ups = [parameter for name, parameter in learner.model.named_parameters() if parameter.requires_grad]

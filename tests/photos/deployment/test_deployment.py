@@ -417,7 +417,7 @@ def test_wrong_arguments_raise_and_write_nothing(clip, learners, tmp_path):
             "no adapter to export: its strategy 'frozen' trains nothing",
         ),
         (fresh, {"format": "transformers"}, ValueError, "has learned no class yet"),
-        (clip.model, {}, TypeError, "must be a ClassIncrementalLearner or its state, got PeftModel"),
+        (clip.model, {}, TypeError, "must be a ClassIncrementalLearner or its state, got DualModePeftModel"),
     ):
         with pytest.raises(error, match=re.escape(words)):
             export_learner(learner, tmp_path / "out", **options)
