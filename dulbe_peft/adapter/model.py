@@ -362,9 +362,9 @@ class DualModeLoraModel(BaseTuner):
         """
         check_number("share", share, least=0, most=1)
         self.check_state("keep_share")
+        adapter = self.adapter_name
         if share == 1:
             return
-        adapter = self.adapter_name
         if self.active_config.modules_to_save:
             raise ValueError("the adapter has modules_to_save, and whole modules cannot be scaled: use share=1")
         begun = self._beginnings[adapter].layers

@@ -211,6 +211,7 @@ class Sequences(RuleBasedStateMachine):
     @rule(data=st.data())
     def set_adapter(self, data):
         names = data.draw(st.lists(st.sampled_from(sorted(self.adapters)), min_size=1, max_size=2, unique=True))
+        self.model.set_adapter(names[0])  # the name that PEFT's model goes on with
         self.model.base_model.set_adapter(names)
         self.active, self.merged = names, {}
 
@@ -311,10 +312,10 @@ class Sequences(RuleBasedStateMachine):
         self.taken(source, target)
 
     def taken(self, source, target):
+        if target in self.merged or target not in self.adapters:  # a new one is added, for which PEFT unmerges
+            self.merged = {}
         self.adapters[target] = copy.deepcopy(self.adapters[source])
         self.adapters[target].begun = None
-        if target in self.merged:
-            self.merged = {}
 
     @rule(data=st.data(), fresh=st.booleans())
     def save_and_load(self, data, fresh):
