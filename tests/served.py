@@ -20,6 +20,18 @@ def photo(colour: int, number: int = 0) -> Image.Image:
     return Image.fromarray(noise.astype(np.uint8))
 
 
+COLOURS = ("red", "green", "blue")
+
+
+def heap_of(folder, *sites):
+    """Save twelve photographs, four of each colour, in turn in these folders of a folder, or in it; return it."""
+    for number in range(12):
+        place = folder / (sites or ("",))[number % max(1, len(sites))]
+        place.mkdir(parents=True, exist_ok=True)
+        photo(number % 3, 100 + number).save(place / f"{COLOURS[number % 3]}-{number}.png")
+    return folder
+
+
 def two_colours(root):
     """Save a learner that distinguishes red from green, and return its folder."""
     base = tiny.save_encoder("clip", root / "base")

@@ -39,14 +39,13 @@ TEMPERATURES = tuple(2.0 ** (half / 2) for half in range(-14, 3))
 
 
 class WrongLabels(NamedTuple):
-    """w with the ends of its 95 % interval, T, J, (C, C) in float64, and the probability of each label to be wrong."""
+    """w with the ends of its 95 % interval, T, and J, (C, C) in float64."""
 
     share: float
     low: float
     high: float
     temperature: float
     joint: Tensor
-    each: Tensor
 
     def of(self, probabilities: Tensor, labels: Tensor) -> Tensor:
         """Return the probability that the labels, (n,), of images with p, (n, C), are wrong, (n,)."""
@@ -73,8 +72,7 @@ def wrong_labels(probabilities: Tensor, labels: Tensor) -> WrongLabels:
     place = int((likelihoods - penalties(WRONG, len(labels))).argmax())
     best = TEMPERATURES[int(told[:, place].argmax())]
     share, low, high = interval_of_wrong(likelihoods.numpy())
-    found = WrongLabels(share if place else 0.0, low, high, best, joint, torch.empty(0))
-    return found._replace(each=found.of(probabilities, labels))
+    return WrongLabels(share if place else 0.0, low, high, best, joint)
 
 
 def sides(probabilities: Tensor, labels: Tensor, joint: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

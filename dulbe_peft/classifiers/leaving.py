@@ -1,7 +1,6 @@
 """Which learned images are left out, to see how further images would be classified. They are chosen here alone.
 
-If not all images can be left out, one image of each class is taken after another, and one of each group before a
-second one, so that every class and item counts.
+If not all images can be left out, one image of each class is taken after another, so that every class counts.
 
 in_turn        the rule above, which all the others use. `bayes` calls it with a smaller limit
 choose         whole groups: the temperature of `lda`, `gda` and `pooled_bridge`, and novelty

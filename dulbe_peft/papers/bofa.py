@@ -129,6 +129,8 @@ class BofaRule(PrototypeRule):
 
 
 class BofaClassifier(PrototypeClassifier, rule=BofaRule):
+    """The cosine with a mean of each class's text and images; its settings are those of `BofaRule`."""
+
     rule: BofaRule
 
     if TYPE_CHECKING:

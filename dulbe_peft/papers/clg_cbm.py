@@ -113,6 +113,8 @@ class Product(Fitted):
 
 
 class ClgCbmClassifier(Classifier, rule=ClgCbmRule):
+    """A trained layer on the similarities of images and texts; its settings are those of `ClgCbmRule`."""
+
     if TYPE_CHECKING:
 
         @takes(ClgCbmRule)

@@ -162,23 +162,22 @@ def doubtful_labels(
         means = np.exp(means - np.logaddexp.reduce(means, axis=1, keepdims=True))
         return of, means, np.array([targets[rows[0]] for rows in at], dtype=np.int64)
 
-    def doubts(items: list[tuple[int, ...]], found: np.ndarray, own: np.ndarray, wrong: np.ndarray) -> list[Doubt]:
-        made = []
+    def doubts(items: list[tuple[int, ...]], found: np.ndarray, own: np.ndarray) -> list[Doubt]:
+        wrong, made = told.of(torch.from_numpy(found), torch.from_numpy(own)).tolist(), []
         for item, each, label, error in zip(items, found, own, wrong, strict=True):
             if (best := int(each.argmax())) != label:
                 alike = sum(int(logs[place[image]].argmax()) == best for image in item if image in place)
                 images = item[0], int(classes[best]), float(each[label]), float(each[best]), item, alike
-                made.append(Doubt(*images, float(error)))
+                made.append(Doubt(*images, error))
         return sorted(made, key=_rank)
 
     of, found, own = judged(items_of(labels, groups))
     if not of:
         return Doubts([], None)
     told = confusion.wrong_labels(torch.from_numpy(found), torch.from_numpy(own))
-    here = doubts(of, found, own, told.each.numpy())
+    here = doubts(of, found, own)
     inside = {image for doubt in here for image in doubt.images}
-    singles = judged([(image,) for item in of if len(item) > 1 for image in item if image not in inside])
-    further = doubts(*singles, told.of(torch.from_numpy(singles[1]), torch.from_numpy(singles[2])).numpy())
+    further = doubts(*judged([(image,) for item in of if len(item) > 1 for image in item if image not in inside]))
     few = groups is not None and few_items(torch.from_numpy(targets), torch.from_numpy(groups[rows]))
     return Doubts([*here, *further], None if few else (told.share, told.low, told.high))
 

@@ -1,6 +1,7 @@
 """One answer for each item or event, from the mean of its photographs' log-probabilities."""
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,10 +31,14 @@ class ItemAnswers:
         self._item_of, self._taken, self._sites, self._top_k = item_of, taken, sites, top_k
         self._logs: dict[str, defaultdict[str, float]] = {}
         self._rows: dict[str, list[tuple[str, str, bool]]] = {}  # image, its best class, and whether it is known
+        self._counted = set[str]()  # files, because a photograph that is given by two paths counts once
 
     def add(self, row: Prediction) -> Prediction:
         """Add a prediction with the probabilities of all classes, and return it with only its group."""
-        item = self._item_of[row.image]
+        item, file = self._item_of[row.image], os.path.realpath(row.image)
+        if file in self._counted:
+            return replace(row, classes=(), probabilities=(), group=item)
+        self._counted.add(file)
         sums = self._logs.setdefault(item, defaultdict(float))
         for name, probability in zip(row.classes, row.probabilities, strict=True):
             sums[name] += math.log(max(probability, LEAST))

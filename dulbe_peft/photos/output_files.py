@@ -157,8 +157,7 @@ def write_tasks(rows: Sequence[Prediction], file: str, root: str, classifier: st
 
 def _below(image: str, root: str) -> str:
     """Return the path of an image from the folder `root`, in which it must lie."""
-    inside = os.path.relpath(os.path.abspath(image), root)
-    if inside.startswith(os.pardir):
+    if (inside := files.below(image, root)) is None:
         raise ValueError(f"{image} does not lie in {root}: predict the photographs of one folder at a time")
     return Path(inside).as_posix()
 

@@ -50,6 +50,9 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names[:LISTED]) + more
 
 
+FEW_ITEMS = "too few items to say how many labels are wrong"
+
+
 def about_names(misnamed: Sequence[str], exchanged: Sequence[Sequence[str]] = ()) -> list[str]:
     """Return sentences on names that do not describe their images, and on pairs that describe each other's."""
     pairs = [
@@ -93,7 +96,7 @@ class Estimates(Record):
                 "for this, and fewer answers agree with the labels"
             )
         if self.few_items:
-            found.append("too few items to say how many labels are wrong")
+            found.append(FEW_ITEMS)
         if self.alike:
             found.append(
                 "many photographs look like one another; if they show the same items, give their groups (--group): "

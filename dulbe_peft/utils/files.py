@@ -173,6 +173,12 @@ def output_file(path: str | Path, errors: str = "surrogateescape") -> Iterator[I
         yield file
 
 
+def below(path: str, folder: str) -> str | None:
+    """Return a path as seen from a folder, or None if it does not lie in it. Links are not followed."""
+    inside = os.path.relpath(path, folder)
+    return None if inside == os.pardir or inside.startswith(os.pardir + os.sep) else inside
+
+
 def rename_to_old(path: Path) -> Path:
     """Rename an existing file or folder to NAME.old, or NAME.old1 and so on, print a message, and return the name."""
     old = path.rename(_old_name(path))

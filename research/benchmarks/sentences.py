@@ -44,9 +44,9 @@ def plus(points: float) -> str:
 
 
 def spread(values: Iterable[float], form: Callable[[float], str] = plus) -> str:
-    """Format the mean of some values and their range: "+1.2 (−0.3 to +2.0)"."""
+    """Format the mean of some values and their range: "+1.2 (lines: −0.3 to +2.0)"."""
     each = list(values)
-    return f"{form(fmean(each))} ({form(min(each))} to {form(max(each))})"
+    return f"{form(fmean(each))} (lines: {form(min(each))} to {form(max(each))})"
 
 
 def one(value: float) -> str:
@@ -94,10 +94,12 @@ def published(results: Path, counts: str) -> str:
     behind = {key: max(row.values()) - row[DEFAULT] for key, row in several.items()}
     line = max(behind, key=lambda key: behind[key])
     best = max(several[line], key=lambda name: several[line][name])
+    chosen = sum(stream.split(", ")[0] in real.CHOSEN for stream, _ in behind)
     names = ", ".join(f"`{short(name)}`" for name in CALIBRATED)
     return (
         f"- **From two images on**, `{DEFAULT}` is the best of all in {sum(gap <= 0 for gap in behind.values())} of "
-        f"{len(behind)} lines, and at most {one(behind[line])} points behind (`{short(best)}`; {where(line)}).\n"
+        f"{len(behind)} lines, and at most {one(behind[line])} points behind (`{short(best)}`; {where(line)}). Of "
+        f"these lines, {chosen} are of streams on which its settings were chosen.\n"
         f"- **With one image and right names**, it is ahead {_ahead(lines, OWN)}.\n"
         f"- **With one image and no names**, it is ahead {_ahead(lines, NONE)}.\n\n"
         f"For {names}, the mean accuracy over all {number['A_last']} lines is {means['A_last']} %. The expected "

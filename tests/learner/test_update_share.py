@@ -119,7 +119,8 @@ def test_text_tower_moves_the_share_of_the_way(base, tasks):
 @pytest.mark.parametrize("movement", [0.0, 1e-9, MOVED, 0.3, 0.7, 40.0])
 def test_chosen_share_moves_the_features_by_at_most_the_limit(movement, error):
     share = share_of(error, movement)
-    assert 0 < share <= MOST and (share < MOST or movement * MOST**2 <= MOVED * error * 1.05)
+    # Two digits: 0.295 and more become MOST, which is 0.3.
+    assert 0 < share <= MOST and (share < MOST or movement * 0.295**2 <= MOVED * error * (1 + 1e-12))
     assert movement * share**2 <= MOVED * error * 1.11  # the share has two digits
 
 

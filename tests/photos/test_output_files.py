@@ -4,7 +4,9 @@ import os
 
 import pytest
 
+from dulbe_peft.metrics.prediction import Prediction
 from dulbe_peft.photos import output_files
+from dulbe_peft.photos.item_answers import ItemAnswers
 from dulbe_peft.photos.output_files import only_writer, sorted_folder
 from dulbe_peft.utils.files import TEMPORARY_MARK
 from dulbe_peft.utils.folders import CheckpointError
@@ -49,3 +51,16 @@ def test_copies_are_complete_and_replace_nothing(tmp_path, monkeypatch):
 
 def no_space():
     raise OSError(28, "No space left on device")
+
+
+def test_photograph_that_is_given_by_two_paths_counts_once_in_the_answer_of_its_item(tmp_path):
+    names = [str(tmp_path / "a.png"), f"{tmp_path}/./a.png", str(tmp_path / "b.png")]
+    items = ItemAnswers(dict.fromkeys(names, "x"), dict.fromkeys(names), dict.fromkeys(names, ""), 1)
+    shares = ((0.9, 0.1), (0.9, 0.1), (0.2, 0.8))
+    rows = [items.add(Prediction(name, ("cat", "dog"), each, True)) for name, each in zip(names, shares, strict=True)]
+    cat, dog = (0.9 * 0.2) ** 0.5, (0.1 * 0.8) ** 0.5
+    answer = items.answers()["x"]
+    assert answer.classes == ("cat",) and answer.probabilities[0] == pytest.approx(cat / (cat + dog))
+    assert [row.classes for row in items.answered(rows)] == [("cat",)] * 3
+    items.write(str(tmp_path / "items.csv"))
+    assert (tmp_path / "items.csv").read_text().splitlines()[1].split(",")[3] == "2", "photographs"

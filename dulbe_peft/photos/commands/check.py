@@ -73,7 +73,6 @@ VIEWS = (
 )
 AGREEMENT = "accuracies and estimates with these labels are the agreement with the labels: the accuracy can be higher"
 CONFIRMED = "; the label is probably wrong"
-FEW_ITEMS = "too few items to say how many labels are wrong"
 NO_DOUBTS = "no image looks more like another class than like its own"
 HEADER = ["split", "path", "finding", "detail", "proposed_class", "probability"]
 TRUSTED = 0.8  # if a smaller share of the swapped labels is found, other wrong labels are probably missed, too
@@ -204,7 +203,7 @@ def _doubtful(
     from dulbe_peft.classifiers.groups import MANY_ALIKE, examples_alike, share_alike
     from dulbe_peft.photos.data.inventory import Found
     from dulbe_peft.photos.doubtful_labels import doubtful_labels, items_of, misnamed_classes, try_swapped_labels
-    from dulbe_peft.training.state import about_names
+    from dulbe_peft.training.state import FEW_ITEMS, about_names
 
     names = next(iter(parts.values())).class_names
     features = np.concatenate([learner.image_embeds(part).cpu().numpy() for part in parts.values()])

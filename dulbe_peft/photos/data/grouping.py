@@ -30,8 +30,10 @@ def grouped(
     group: str | None,
     seconds: float | None,
     times: Mapping[str, Sequence[float | None]],
-) -> tuple[dict[str, LabelledImages], list[str]]:
-    """Return the splits with the groups of their images, and sentences about them.
+) -> tuple[dict[str, LabelledImages], dict[str, list[str | None]], list[str]]:
+    """Return the splits with the groups of their images, the names of these groups, and sentences about them.
+
+    The name of an image that is a group of its own is None. Without `group` and `seconds`, there are no names.
 
     Args:
         parts: Split -> images.
@@ -46,8 +48,8 @@ def grouped(
         ValueError: If no image has a group, or none was taken at a known time.
     """
     if group is None and seconds is None:
-        return dict(parts), []
-    keys = group_names(parts, group, seconds, times)
+        return dict(parts), {}, []
+    keys = _group_names(parts, group, seconds, times)
     alone = sum(key is None for of in keys.values() for key in of)
     if alone == sum(map(len, keys.values())):
         what = f"--group is {group!r}" if group is not None else f"--group-seconds is {seconds:g}"
@@ -60,10 +62,10 @@ def grouped(
         notes.append(
             f"{counted(alone, 'image')} without a group, each a group of its own: {_why_alone(group, seconds)}"
         )
-    return {split: images.grouped(named[split]) for split, images in parts.items()}, notes
+    return {split: images.grouped(named[split]) for split, images in parts.items()}, keys, notes
 
 
-def group_names(
+def _group_names(
     parts: Parts,
     group: str | None,
     seconds: float | None,
@@ -126,9 +128,8 @@ def grouped_photographs(images: LabelledImages, group: str | None, seconds: floa
     """
     images.columns = {**images.columns, **package_columns(images)}
     times = [] if seconds is None else times_taken(images)
-    parts, notes = grouped({"": images}, group, seconds, {"": times})
-    names = group_names({"": images}, group, seconds, {"": times})[""]
-    return Unlabelled(parts[""], names, times, _places(images), notes)
+    parts, names, notes = grouped({"": images}, group, seconds, {"": times})
+    return Unlabelled(parts[""], names[""], times, _places(images), notes)
 
 
 def _why_alone(group: str | None, seconds: float | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dulbe_peft.data.images import LabelledImages, labelled_images
-from dulbe_peft.photos.data.grouping import Parts, group_names, grouped
+from dulbe_peft.photos.data.grouping import Parts, grouped
 from dulbe_peft.photos.data.inventory import Inventory
 from dulbe_peft.photos.data.looking import (
     SAMPLE,
@@ -68,8 +68,7 @@ class Opened(NamedTuple):
     def grouped(self, group: str | None, seconds: float | None) -> "Opened":
         """Give the images their groups, see the function `grouped`; other columns of the data are dropped."""
         timed = {} if seconds is None else {split: times_taken(images) for split, images in self.parts.items()}
-        parts, notes = grouped(self.parts, group, seconds, timed)
-        names = {} if group is None and seconds is None else group_names(self.parts, group, seconds, timed)
+        parts, names, notes = grouped(self.parts, group, seconds, timed)
         named = {
             int(number): key
             for split, of in names.items()

@@ -156,9 +156,8 @@ def estimated(results: Results) -> Estimated | None:
 def about_data(run: RunFolder) -> list[str]:
     """Return what the training images say about the labels and about photographs of the same items."""
     known = sum(map(len, run.learned))
-    estimates = run.results.estimates.model_copy(
-        update={"misnamed": (), "exchanged": ()}
-    )  # `next_steps` has the names
+    # `next_steps` has the names.
+    estimates = run.results.estimates.model_copy(update={"misnamed": (), "exchanged": ()})
     return [f"{line[0].upper()}{line[1:]}." for line in estimates.remarks(known)]
 
 

@@ -19,6 +19,7 @@ from dulbe_peft.metrics.prediction import Answers
 from dulbe_peft.photos.serving.changes import Changes
 from dulbe_peft.photos.serving.label_table import Label
 from dulbe_peft.photos.serving.labelling import Labelling
+from dulbe_peft.utils.files import below
 
 SIDE = 400  # pixels of a picture in the list, which is shown at 200
 KINDS, ORDERS = ("labelled", "answers", "all"), ("newest", "doubt", "name")
@@ -115,8 +116,7 @@ def _row(work: Labelling, key: bytes, shown: str, state: str, note: str = "") ->
 @cache
 def _site(folder: str, root: str) -> str:
     """Return a folder as seen from another one, or as it is if it lies elsewhere."""
-    inside = os.path.relpath(folder, root)
-    return folder if inside.startswith(os.pardir) else inside
+    return below(folder, root) or folder
 
 
 def file_of(work: Labelling, key: bytes) -> io.BytesIO:

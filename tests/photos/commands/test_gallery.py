@@ -13,14 +13,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 from PIL import Image
-from served import photo, running, served, two_colours
+from served import heap_of, photo, running, served, two_colours
 from test_serving import ask
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.photos.serving import App
 from dulbe_peft.utils.folders import CheckpointError
-
-COLOURS = ("red", "green", "blue")
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +28,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def heap(tmp_path):
-    for number in range(12):
-        site = tmp_path / "heap" / ("north", "south")[number % 2]
-        site.mkdir(parents=True, exist_ok=True)
-        photo(number % 3, 100 + number).save(site / f"{COLOURS[number % 3]}-{number}.png")
-    return tmp_path / "heap"
+    return heap_of(tmp_path / "heap", "north", "south")
 
 
 def start(folder, output, heap, **more):

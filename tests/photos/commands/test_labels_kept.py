@@ -17,15 +17,13 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from served import photo, two_colours
+from served import COLOURS, heap_of, photo, two_colours
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.arguments import Query
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.serving import App
 from dulbe_peft.utils.folders import CheckpointError, put_back
-
-COLOURS = ("red", "green", "blue")
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def heap(tmp_path):
-    (tmp_path / "heap").mkdir()
-    for number in range(12):
-        photo(number % 3, 100 + number).save(tmp_path / "heap" / f"{COLOURS[number % 3]}-{number}.png")
-    return tmp_path / "heap"
+    return heap_of(tmp_path / "heap")
 
 
 def start(folder, output, heap):
