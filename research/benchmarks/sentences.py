@@ -43,10 +43,10 @@ def plus(points: float) -> str:
     return signed(str(points / 100))
 
 
-def spread(values: Iterable[float], form: Callable[[float], str] = plus) -> str:
-    """Format the mean of some values and their range: "+1.2 (lines: −0.3 to +2.0)"."""
+def spread(values: Iterable[float], form: Callable[[float], str] = plus, over: str = "lines") -> str:
+    """Format the mean of some values and their range, and say over what: "+1.2 (lines: −0.3 to +2.0)"."""
     each = list(values)
-    return f"{form(fmean(each))} (lines: {form(min(each))} to {form(max(each))})"
+    return f"{form(fmean(each))} ({over}{': ' * bool(over)}{form(min(each))} to {form(max(each))})"
 
 
 def one(value: float) -> str:
@@ -73,7 +73,7 @@ def leads(results: Path, counts: str, folder: str = "real") -> list[list[str]]:
         cells = []
         for belongs in groups.values():
             ahead = [row[DEFAULT] - row[rival] for key, row in lines.items() if belongs(key) and rival in row]
-            cells.append(spread(ahead) if ahead else "")
+            cells.append(spread(ahead, over="") if ahead else "")
         table.append([f"`{short(rival)}`", *cells])
     return table
 
@@ -245,7 +245,7 @@ def estimated(results: Path, classifier: str) -> str:
     ends = {kind: [choose(each, key=lambda key: each[key]) for choose in (min, max)] for kind, each in errors.items()}
     far = {kind: [f"{plus(errors[kind][line])} on {where(line)}" for line in ends[kind]] for kind in draws}
     sizes = {kind: fmean(abs(error) for error in errors[kind].values()) for kind in draws}
-    wide = spread(widths, lambda width: f"{width:.0f}")
+    wide = spread(widths, lambda width: f"{width:.0f}", "draws")
     return (
         f"With published features, its error is {one(sizes['published'])} points on average over "
         f"{len(errors['published'])} lines ({' and '.join(far['published'])} at the ends). Its interval contained the "
@@ -335,7 +335,7 @@ def suggested(results: Path, labels: str = "2") -> str:
     }
     even = {stream: ways[stream]["suggest"] - drawn[stream] for stream in published if stream in drawn}
     listed = ", ".join(f"{stream} {plus(gap)}" for stream, gap in even.items())
-    ours, theirs = (spread(gains[kind].values()) for kind in ("published", "small"))
+    ours, theirs = (spread(gains[kind].values(), over="streams") for kind in ("published", "small"))
     return (
         f"With {labels} labels for each class on average, `dulbe-peft suggest` is better than random photographs by "
         f"{ours} points on {len(gains['published'])} streams of published features, and by {theirs} on small models. "

@@ -219,9 +219,10 @@ def test_sentences_on_published_features_follow_from_the_result_files(tmp_path):
     measured_file(tmp_path / "real/x.json", rows)
     said = sentences.published(tmp_path, "1,2")
     assert "best of all in 0 of 1 lines, and at most 1.5 points behind (`lda`; a, no names, 2 images)" in said
-    assert "names alone by −2.0 (−2.0 to −2.0), of `mixed_prototypes` by +1.0" in said
-    assert "of `lda` by 0.0 (0.0 to 0.0), of `ridge` by −3.5 (−5.0 to −2.0), of `ranpac` by +0.5" in said
-    assert "of logistic regression by −1.0 (−3.0 to +1.0)" in said
+    assert "Of these lines, 0 are of streams on which its settings were chosen." in said
+    assert "names alone by −2.0 (lines: −2.0 to −2.0), of `mixed_prototypes` by +1.0" in said
+    assert "of `lda` by 0.0 (lines: 0.0 to 0.0), of `ridge` by −3.5 (lines: −5.0 to −2.0), of `ranpac` by +0.5" in said
+    assert "of logistic regression by −1.0 (lines: −3.0 to +1.0)" in said
     assert "over all 4 lines is 52.9, 54.5 and 57.5 %" in said
     assert "error is 13.5, 6.0 and 3.0 points, at worst 18.0, 8.0 and 4.0" in said
     assert "for 99.0, 94.0 and 92.0 % of the images, at worst for 99.0, 94.0 and 92.0" in said
@@ -268,15 +269,15 @@ def test_sentences_on_estimates_rejection_and_suggestions(tmp_path):
     stored(tmp_path / "estimates/small.json", of("c", test=[50], estimate=[51], low=[40], high=[60]))
     said = sentences.estimated(tmp_path, "bayes")
     assert "its error is 2.0 points on average over 2 lines (−1.0 on b, 4 images and +3.0 on a, 4 images" in said
-    assert "in 3 of 4 draws, but it is 18 (10 to 20) points wide" in said
+    assert "in 3 of 4 draws, but it is 18 (draws: 10 to 20) points wide" in said
     known = {"covered": [95, 97], "known_refused": [1, 24], "near_found": [50, 60]}
     stored(tmp_path / "rejection/small.json", of("c", **known))
     areas = {"near, novelty": [80], "near, probability": [70], "near, energy": [81], "near, said": [84]}
     stored(tmp_path / "rejection/real/a.json", of("a", **areas, known_refused=[9]))
     said = sentences.refused(tmp_path)
     assert "in single draws 1.0 to 24.0 %" in said and "largest probability by +10.0" in said
-    assert "than that of the energy by −1.0 (−1.0 to −1.0); it is smaller in 0 and 1 of 1 lines" in said
-    assert "too high by +4.0 (+4.0 to +4.0) points" in said
+    assert "than that of the energy by −1.0 (lines: −1.0 to −1.0); it is smaller in 0 and 1 of 1 lines" in said
+    assert "too high by +4.0 (lines: +4.0 to +4.0) points" in said
     rows = [
         {"stream": stream, "labels": 2, "way": way, "value": value}
         for stream, pair in {"a, no names": (84, 70), "c": (50, 45)}.items()
@@ -286,8 +287,10 @@ def test_sentences_on_estimates_rejection_and_suggestions(tmp_path):
     (tmp_path / "suggest/x.json").write_text(json.dumps({"rows": rows}))
     measured_file(tmp_path / "real/x.json", [("a, no names", "2", "A_last", "bayes", 81.5)])
     said = sentences.suggested(tmp_path)
-    assert "random photographs by +14.0 (+14.0 to +14.0) points on 1 streams" in said
-    assert "by +5.0 (+5.0 to +5.0) on small models" in said and said.endswith("the difference is a, no names +2.5.")
+    assert "random photographs by +14.0 (streams: +14.0 to +14.0) points on 1 streams" in said
+    assert "by +5.0 (streams: +5.0 to +5.0) on small models" in said and said.endswith(
+        "the difference is a, no names +2.5."
+    )
 
 
 def test_table_of_parts_says_with_how_many_seeds_each_is_worse(tmp_path):

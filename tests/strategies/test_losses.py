@@ -165,7 +165,7 @@ def test_strong_zscl_distillation_preserves_similarities(references):
     moved = {}
     for weight in (0, 300):
         spec = f"zscl:reference_images={references},distillation={weight},average=false"
-        learner = learned(tiny_learner(spec, learning_rate=3e-3, epochs=10), 1)
+        learner = learned(tiny_learner(spec, learning_rate=3e-3, epochs=10, update_share=1), 1)
         moved[weight] = float(learner.strategy.references(task_of(learner)).loss(2.0).detach())
     assert 0 < moved[300] < 0.2 * moved[0]
 
