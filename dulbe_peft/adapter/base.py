@@ -71,9 +71,7 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
 
     Subclasses define `updates(adapter)`, the whole update as factors; `get_delta_weight(adapter, dtype)`, the same
     update as a matrix, (d_out, d_in), in `dtype` or a wider type; `scaled(adapter, scale)`, a context manager inside
-    which the layer uses W_0 + scale * dW; `acts_as_saved`; `scale_update(adapter, scale)`, which multiplies dW;
-    `copied(adapter)`, copies of what a task changes; and `keep_share(adapter, share, begun)`, which keeps a share of
-    the change since these copies.
+    which the layer uses W_0 + scale * dW; `acts_as_saved`; and `scale_update(adapter, scale)`, which multiplies dW.
     """
 
     if TYPE_CHECKING:  # PEFT's base class carries no types

@@ -97,7 +97,7 @@ class DualModeLoraModel(BaseTuner):
         self._beginnings[adapter] = Beginning(planned, layers=self._copied_layers(adapter))
 
     def _copied_layers(self, adapter: str) -> dict[str, Any]:
-        return {name: layer.copied(adapter) for name, layer in layers_of(self.model, adapter).items()}
+        return {name: layer.copied(adapter) for name, layer in layers_of(self.model, adapter, DualModeLinear).items()}
 
     def delete_adapter(self, adapter_name: str) -> None:
         for layer in self._layers():
@@ -321,7 +321,8 @@ class DualModeLoraModel(BaseTuner):
 
         Args:
             keep_factors: Keep the history as factors even if one matrix would take less memory.
-            share: How much of what the task changed is kept, in [0, 1]; see `keep_share`. 1 keeps all of it.
+            share: How much of what the task changed in the vision tower is kept, in [0, 1]; see `keep_share`. 1 keeps
+                all of it.
 
         Raises:
             ValueError: If `share` is not in [0, 1], an adapter is merged or disabled, a block such as `scaled` is
@@ -351,10 +352,12 @@ class DualModeLoraModel(BaseTuner):
             )
 
     def keep_share(self, share: float) -> None:
-        """Keep only a share of what the task has changed since it began, in both towers.
+        """Keep only a share of what the task has changed in the vision tower since it began.
 
-        The modes become share * B, so that share * dW joins the history. What goes on from task to task, as the LoRA
-        of the text tower does, moves back to B_0 + share (B - B_0), and A likewise, unless B_0 is 0.
+        The modes become share * B, so that share * dW joins the history. A pair that goes on from task to task, as in
+        the strategy `lora`, moves back to B_0 + share (B - B_0), and A likewise, unless B_0 is 0. The text LoRA, one
+        pair for all tasks, is kept whole: with a share of it, the names fit less well and no more of what the model
+        knew remains. `keep` and `scaled` reduce both towers, because 0 is the base model there.
 
         Raises:
             ValueError: If `share` is not in [0, 1], the adapter has `modules_to_save`, or it is not known how the task
@@ -373,7 +376,7 @@ class DualModeLoraModel(BaseTuner):
                 "it is not known how this task began, because the adapter was loaded or replaced since: call "
                 "begin_task before the training, or use share=1"
             )
-        for name, layer in layers_of(self.model, adapter).items():
+        for name, layer in self.dual_mode_layers().items():
             layer.keep_share(adapter, share, begun[name])
 
     def fold_if_trained(self, keep_factors: bool = False) -> bool:

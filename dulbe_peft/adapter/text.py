@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from dulbe_peft.adapter.base import DualModeLayer, Pair, between, temporarily
+from dulbe_peft.adapter.base import DualModeLayer, temporarily
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.linear import Updates, dense
 
@@ -59,17 +59,6 @@ class TextLoraLinear(DualModeLayer):
 
     def get_delta_weight(self, adapter: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self.scaling[adapter] * dense((self.dulbe_text_A[adapter].T, self.dulbe_text_B[adapter]), dtype)
-
-    def copied(self, adapter: str) -> Pair:
-        """Return copies of A and B."""
-        return self.dulbe_text_A[adapter].detach().clone(), self.dulbe_text_B[adapter].detach().clone()
-
-    @torch.no_grad()
-    def keep_share(self, adapter: str, share: float, begun: Pair) -> None:
-        """Move A and B to `share` of the way from `begun`."""
-        pair = self.dulbe_text_A[adapter], self.dulbe_text_B[adapter]
-        for parameter, kept in zip(pair, between(share, begun, pair), strict=True):
-            parameter.copy_(kept)
 
     @torch.no_grad()
     def scale_update(self, adapter: str, scale: float) -> None:

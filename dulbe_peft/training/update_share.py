@@ -1,8 +1,9 @@
-"""Choose how much of what a task changed is kept, update_share="auto".
+"""Choose how much of what a task changed in the vision tower is kept, update_share="auto".
 
 X and Y, (n, d), are the unit features of the task's images by the model before the task and by the trained model, and
-T, (C, d), the unit embeddings of all seen names, with those of the task. Before the training, the names are wrong for
-`wrong` of the images, whose features have not been trained. All of the update moves the features by
+T, (C, d), the unit embeddings of all seen names, with those of the task, by the model before the task: the text LoRA
+is kept whole, and has been trained on these images. Before the training, the names are wrong for `wrong` of the
+images, whose features have not been trained. All of the update moves the features by
 
     moved = (|Y - X|^2 / n) / (|T - mean T|^2 / C)
 
