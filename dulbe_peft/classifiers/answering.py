@@ -166,6 +166,17 @@ class Answering(Kept):
 
         return None if self._few() else roc_area(self.novelty_tasks)
 
+    @property
+    def roc_interval(self) -> tuple[float, float] | None:
+        """The ends of the 95 % interval of `roc_area`, for unknown classes that differ as the learned ones do.
+
+        It is computed from how much the area differs between the left-out classes. It does not contain that the new
+        classes may be of another kind. None if it is not known.
+        """
+        from dulbe_peft.classifiers.novelty import roc_interval
+
+        return None if self._few() else roc_interval(self.novelty_tasks)
+
     def rejection_threshold(self, share: float) -> float:
         """Return the threshold of the largest probability for rejecting at most a fraction `share` of known images.
 

@@ -56,8 +56,9 @@ class TaskNovelty(Record):
     `known` and `unknown` are the means of the signs. `products`, 9 numbers, are the means of their products, after the
     midpoint of the two means is subtracted. Every class has the same weight. `novelties` are those of images as if
     they had not been learned, in ascending order. `area` is the probability that an image whose class was left out is
-    more novel, and `unfamiliar` are the novelties of the images whose class was left out. If no class has several
-    images, `novelties` and `unfamiliar` are empty and `area` is None.
+    more novel, `between` the sum of the squares by which it differs for each class, see `novelty.area_by_classes`, and
+    `unfamiliar` are the novelties of the images whose class was left out. If no class has several images, `novelties`
+    and `unfamiliar` are empty, and `area` and `between` are None.
     """
 
     images: int = Field(ge=1)
@@ -67,6 +68,7 @@ class TaskNovelty(Record):
     products: tuple[float, ...] = Field(min_length=9, max_length=9)
     novelties: tuple[float, ...] = Field(max_length=MOST_KEPT, default=())
     area: Fraction | None = None
+    between: float | None = Field(ge=0, default=None)
     unfamiliar: tuple[float, ...] = Field(max_length=MOST_KEPT, default=())
 
 

@@ -58,6 +58,7 @@ _known: ContextVar[list[tuple[list[Tensor], Evidences]] | None] = ContextVar(
     "evidence of left-out images", default=None
 )
 SIGNS = ("known", "unknown", "products")
+Side = tuple[Tensor, Tensor, Tensor]  # novelties, weights and labels of images, (n,)
 
 
 class Known(Fitted):
@@ -200,22 +201,22 @@ def judged(
 
     each = torch.ones_like(missed), missed
     sides = zip(each, (known, unknown), (other, here), strict=True)
-    both = [(of(*side), shares[side[0]], *_rows(side[0], row_groups)) for side in sides]
+    both = [(of(*side), shares[side[0]], row_labels[side[0]], *_rows(side[0], row_groups)) for side in sides]
     return (*before, recorded(before, both, len(chosen), classes, several))[-KEPT:]
 
 
 def recorded(
     before: Sequence[TaskNovelty],
-    both: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+    both: Sequence[tuple[Tensor, Tensor, Tensor, Tensor | None]],
     images: int,
     classes: int,
     several: bool,
 ) -> TaskNovelty:
-    """Return the record of a task from the signs, (n, 3), shares and groups, (n,), of known and of unknown images.
+    """Return the record of a task from signs, (n, 3), shares, labels and groups, (n,), of known and of unknown images.
 
     Without `several` images of any class, novelties and area stay unknown.
     """
-    weights = [shares / shares.sum() / 2 for _, shares, _ in both]
+    weights = [shares / shares.sum() / 2 for _, shares, *_ in both]
     means = [2 * part @ values for part, (values, *_) in zip(weights, both, strict=True)]
     away = torch.cat([values for values, *_ in both]) - sum(means) / 2
     products = (torch.cat(weights)[:, None] * away).T @ away
@@ -224,10 +225,39 @@ def recorded(
     if not several:
         return task
     combined = weights_of((*before, task)).to(away)
-    known, unknown = (evenly(values @ combined, shares, groups) for values, shares, groups in both)
-    area = (unknown[:, None] > known).double().mean() + (unknown[:, None] == known).double().mean() / 2
-    kept = {"novelties": tuple(known.tolist()), "unfamiliar": tuple(unknown.tolist())}
-    return task.model_copy(update={**kept, "area": float(area)})
+    known, unknown = ((values @ combined, shares, labels) for values, shares, labels, _ in both)
+    kept = [tuple(evenly(values @ combined, shares, groups).tolist()) for values, shares, _, groups in both]
+    area, between = area_by_classes(known, unknown)
+    changes = {"novelties": kept[0], "unfamiliar": kept[1], "area": area, "between": between}
+    return task.model_copy(update=changes)
+
+
+def area_by_classes(known: Side, unknown: Side) -> tuple[float, float]:
+    """Return the ROC area A from the novelties, weights and labels, (n,), of images, and how classes differ.
+
+    A is the mean of k(u, v), 1 if u is more novel than v, 1/2 if they are equal, and 0 otherwise, over all unknown
+    images u and known images v. A class c is drawn as a whole: with it, A changes by D_c / C, where
+
+        D_c = C (sum of w_v (A_v - A) over its known images v + sum of w_u (A_u - A) over its unknown images u)
+
+    A_v and A_u are the means of k for one image, the weights w of each side sum to 1, and C is the number of classes.
+    Images and items of one class are alike, so they are no further observations.
+
+    Returns:
+        A, and the sum of D_c^2 over the classes.
+
+    Reference:
+        DeLong et al., "Comparing the Areas Under Two or More Correlated Receiver Operating Characteristic Curves",
+        1988; Obuchowski, "Nonparametric Analysis of Clustered ROC Curve Data", 1997.
+    """
+    (seen, of_seen, labels), (new, of_new, other) = known, unknown
+    of_seen, of_new = of_seen / of_seen.sum(), of_new / of_new.sum()
+    wins = (new[:, None] > seen).double() + (new[:, None] == seen).double() / 2
+    area = float(of_new @ wins @ of_seen)
+    by_class = torch.zeros(int(labels.max()) + 1).to(wins)
+    by_class.index_add_(0, labels, of_seen * (of_new @ wins - area))
+    by_class.index_add_(0, other, of_new * (wins @ of_seen - area))
+    return min(1.0, area), len(labels.unique()) ** 2 * float(by_class.square().sum())
 
 
 def _rows(chosen: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
@@ -311,6 +341,29 @@ def novelty_threshold(tasks: Sequence[TaskNovelty], share: float) -> float:
 def roc_area(tasks: Sequence[TaskNovelty]) -> float | None:
     """Return the mean of the tasks' ROC areas, with larger weights for newer tasks, or None if there is none."""
     return _mean([(FADING**age * task.images, task.area) for age, task in enumerate(tasks[::-1])])
+
+
+def roc_interval(tasks: Sequence[TaskNovelty]) -> tuple[float, float] | None:
+    """Return the 95 % interval of `roc_area`, for classes that are drawn like the learned ones, or None if unknown.
+
+    All classes of all tasks are assumed to differ equally: the variance s^2 of a class's D_c is estimated with the
+    sum of C_t - 1 degrees of freedom, and the tasks are weighted as in `roc_area`. One further class counts, which
+    novelty does not tell (1/2): otherwise, the interval has no width if novelty separates few classes perfectly.
+    """
+    from scipy.stats import t
+
+    each = [(FADING**age * task.images, task) for age, task in enumerate(tasks[::-1])]
+    area, judged = roc_area(tasks), [(weight, task) for weight, task in each if task.area is not None]
+    if area is None or any(task.between is None for _, task in judged):  # of a learner of an earlier version
+        return None
+    freedom = sum(task.classes - 1 for _, task in judged)
+    if freedom < 1:
+        return None
+    variance = sum(task.between for _, task in judged if task.between) / freedom
+    classes = sum(weight for weight, _ in judged) ** 2 / sum(weight**2 / task.classes for weight, task in judged)
+    error = (variance / classes + ((area - 1 / 2) / (classes + 1)) ** 2) ** 0.5
+    away = float(t.ppf(0.975, freedom)) * error
+    return max(0.0, area - away), min(1.0, area + away)
 
 
 def found(tasks: Sequence[TaskNovelty], share: float) -> float | None:

@@ -8,6 +8,12 @@ Each seed draws the order of the classes and the images. `--counts` takes
     40/rank    a long tail: 40 images of the first class in a random order, 20 of the second, 13 of the third, ...
     lone4      4 images of each class, but only 1 of every fifth class
     4+4        4 images of each class; from the second task on, each task adds 4 images of every third known class
+
+`--constants` measures everything once with each value of a constant of `bayes`. This repeats the choice of `ADDED`:
+
+    python -m research.benchmarks.frozen --real real-clip --streams cars cifar10-laion imagenet-even:100 \\
+        --names own none --untidy bare:0.1 --counts 2 --classifiers bayes:features=0 --held-back 2 \\
+        --constants ADDED=0 ADDED=0.1 ADDED=0.15 ADDED=0.25 --out research/benchmarks/results/bare/chosen.json
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -24,6 +31,7 @@ from typing import Any
 import torch
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
+from dulbe_peft.classifiers import bayes, text_prior
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.registry import CLASSIFIERS, make_classifier
 from dulbe_peft.data.readers import load_data
@@ -64,15 +72,42 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument(
         "--coverage", type=float, help="also measure the coverage of prediction sets with this guarantee"
     )
+    options.add_argument("--constants", nargs="+", default=[""], metavar="NAME=VALUE", help="of bayes or text_prior")
     values = common.parse(options, argv)
 
     def measure(spec: str, features: dict[str, Any], tasks: list[Task]) -> Mapping[str, float | None]:
         evaluate = rivals.figures if spec in rivals.RIVALS else partial(figures, coverage=values.coverage)
         return evaluate(spec, features, tasks)
 
-    what = "{stream}, {counts} images a class, {classifier}: {figure}"
-    rows = measured(values, measure, what, values.first_seed, values.held_back)
+    what, rows = "{stream}, {counts} images a class, {classifier}: {figure}", list[dict[str, Any]]()
+    for setting in values.constants:
+        with constant(setting):
+            found = measured(values, measure, what, values.first_seed, values.held_back)
+        rows += [row | {"what": f"{setting}, {row['what']}", "constant": setting} if setting else row for row in found]
     common.write("frozen", values, argv, rows)
+
+
+@contextmanager
+def constant(setting: str) -> Iterator[None]:
+    """Give a constant of `bayes` or `text_prior` another value in the block; "" changes nothing.
+
+    Raises:
+        ValueError: If there is no such constant.
+    """
+    name, _, value = setting.partition("=")
+    module = next(
+        (each for each in (text_prior, bayes) if name.isupper() and isinstance(vars(each).get(name), float)), None
+    )
+    if setting and module is None:
+        raise ValueError(f"--constants must name a number of bayes or text_prior, such as ADDED=0.1, got {setting!r}")
+    before = None if module is None else vars(module)[name]
+    try:
+        if module is not None:
+            setattr(module, name, float(value))
+        yield
+    finally:
+        if module is not None:
+            setattr(module, name, before)
 
 
 def stream_options(
@@ -246,7 +281,7 @@ def learned(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> Class
 def figures(
     spec: str, features: dict[str, Any], tasks: list[Task], coverage: float | None = None
 ) -> dict[str, float | None]:
-    """Return A_last, also of classes with few or many images, A_bar and the calibration error, as fractions.
+    """Return A_last, also of classes with few or many images or without a right name, A_bar and ECE, as fractions.
 
     `ECE_exact` is the calibration error that these probabilities would have if they were exact. With few test images,
     it is large. `covered` is None if the classifier refuses prediction sets.
@@ -280,6 +315,9 @@ def figures(
     few = torch.tensor(counts)[truth] < FEW
     if few.any() and not few.all():
         result |= {"few": correct[few].double().mean().item(), "many": correct[~few].double().mean().item()}
+    wrong = torch.isin(torch.tensor(seen)[truth], torch.tensor(features.get("bare", features.get("misnamed", []))))
+    if wrong.any() and not wrong.all():
+        result |= {"bare": correct[wrong].double().mean().item(), "named": correct[~wrong].double().mean().item()}
     return result
 
 

@@ -123,6 +123,8 @@ def drawn_tasks(
 def promised(classifier: Classifier, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     """Return coverage and rejection on images of known classes, and the estimated ROC area, if they are available."""
     figures = {} if classifier.roc_area is None else {"near, said": 100 * classifier.roc_area}
+    if classifier.roc_interval is not None:
+        figures |= dict(zip(("near, low", "near, high"), (100 * end for end in classifier.roc_interval), strict=True))
     with suppress(ValueError):  # too few left-out images for a guarantee
         sets = classifier.prediction_sets(images, COVERAGE)
         covered = sets.gather(1, labels[:, None]).double().mean().item()

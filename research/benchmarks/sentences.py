@@ -277,6 +277,7 @@ def refused(results: Path) -> str:
         kind: {key: found[key] - lines[key][f"near, {kind}"] for key in lines} for kind in ("probability", "energy")
     }
     said = [row["near, said"] - found[key] for key, row in lines.items() if "near, said" in row]
+    held, told = inside(results)
     refusals = [row["known refused"] for row in lines.values() if "known refused" in row]
     below = {kind: sum(gap < 0 for gap in gaps.values()) for kind, gaps in over.items()}
     four = {key: value for key, value in found.items() if key[1] == "4"}
@@ -292,8 +293,21 @@ def refused(results: Path) -> str:
         f"{spread(over['energy'].values())}; it is smaller in {below['probability']} and {below['energy']} of "
         f"{len(lines)} lines. With four images of each class it is {one(four[hard])} % ({hard[0]}) to "
         f"{one(four[easy])} % ({easy[0]}). `classifier.roc_area` estimates it from left-out images and classes. The "
-        f"estimate is too high by {spread(said)} points."
+        f"estimate is too high by {spread(said)} points. `classifier.roc_interval` contains the area in {held} of "
+        f"{told} draws."
     )
+
+
+def inside(results: Path) -> tuple[int, int]:
+    """Return in how many draws the interval of the area under the ROC curve contains the area, and of how many."""
+    draws: dict[Line, dict[str, list[float]]] = {}
+    for parts, values in figures_of(results, "rejection/real", ESTIMATE):
+        draws.setdefault((parts[2], parts[1]), {})[parts[3]] = values[1:]
+    ends = [
+        (row["near, low"], row["near, novelty"], row["near, high"]) for row in draws.values() if "near, low" in row
+    ]
+    each = [low <= area <= high for line in ends for low, area, high in zip(*line, strict=True)]
+    return sum(each), len(each)
 
 
 def untidied(

@@ -132,13 +132,10 @@ def strangers(tasks: list[Task], share: float, generator: torch.Generator) -> li
 
 
 def without_names(features: dict[str, Any], share: float, generator: torch.Generator) -> dict[str, Any]:
-    """Return the features in which a share of the classes, at least one, have no text."""
-    if features["text"] is None:
-        return features
-    texts = features["text"].clone()
-    bare = torch.randperm(len(texts), generator=generator)[: max(1, round(share * len(texts)))]
-    texts[bare] = 0
-    return features | {"text": texts, "bare": bare.tolist()}
+    """Return the features in which a share of the classes, at least one, have no text; also if no class has one."""
+    number, texts = len(features["names"]), features["text"]
+    bare = torch.randperm(number, generator=generator)[: max(1, round(share * number))]
+    return features | {"text": None if texts is None else texts.index_fill(0, bare, 0), "bare": bare.tolist()}
 
 
 def wrong_names(features: dict[str, Any], share: float, generator: torch.Generator) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import optimize
+from scipy import optimize, stats
 from taught import clusters, in_tasks
 
 from dulbe_peft.classifiers import novelty
@@ -18,10 +18,12 @@ from dulbe_peft.classifiers.novelty import (
     FADING,
     PARTS,
     USUAL,
+    area_by_classes,
     classes_out,
     found,
     images_out,
     novelty_threshold,
+    roc_interval,
     sums_of,
     weights_of,
 )
@@ -249,7 +251,9 @@ def test_roc_area_predicts_the_area_on_unknown_classes():
     classifier = in_tasks("lda", rows[known & seen], labels[known & seen], texts[:20], increment=5)
     own, other = classifier.novelty(rows[known & ~seen]), classifier.novelty(rows[~known])
     came = float((other[:, None] > own).double().mean())
+    low, high = classifier.roc_interval
     assert came > 0.75 and classifier.roc_area == pytest.approx(came, abs=0.07)
+    assert low < classifier.roc_area < high and low < came < high and 0.03 < high - low < 0.3
     for share in (0.05, 0.2):
         came = float(classifier.refused(rows[~known], share).double().mean())
         # Both are means over 20 classes, whose shares deviate by 0.07: two standard errors of the difference.
@@ -261,6 +265,64 @@ def test_roc_area_predicts_the_area_on_unknown_classes():
             weights += weight
         assert found(classifier.novelty_tasks, share) == pytest.approx(above / weights, rel=1e-12)
     assert found(classifier.novelty_tasks, 0.001) is None, "too few images for this share"
+
+
+def of_classes(numbers, classes, most, apart, between=1.0):
+    """Return novelties, weights and labels of up to `most` images of each class, some novelties equal."""
+    labels = np.arange(classes).repeat(numbers.integers(most // 2, most + 1, classes))
+    values = apart + between * numbers.normal(size=classes)[labels] + numbers.normal(size=len(labels))
+    return tuple(map(torch.from_numpy, (values.round(1), 1 / np.bincount(labels)[labels], labels)))
+
+
+def area_of(known, unknown):
+    """Return the weighted area of lists of (novelty, weight), as a literal mean over all pairs."""
+    pairs = [(w * v, (x > y) + (x == y) / 2) for x, w in unknown for y, v in known]
+    return sum(weight * won for weight, won in pairs) / sum(weight for weight, _ in pairs)
+
+
+def test_area_differs_between_classes_as_in_a_literal_version_and_a_bootstrap():
+    numbers = np.random.default_rng(0)
+    known, unknown = of_classes(numbers, 30, 6, 0.0), of_classes(numbers, 30, 6, 1.0)
+    area, between = area_by_classes(known, unknown)
+    sides = [
+        [[(float(x), float(w)) for x, w, y in zip(*side, strict=True) if y == c] for c in range(30)]
+        for side in (known, unknown)
+    ]
+    flat = [[pair for of in side for pair in of] for side in sides]
+    assert area == pytest.approx(area_of(*flat), rel=1e-12)
+    expected = 0.0
+    for of_known, of_unknown in zip(*sides, strict=True):
+        expected += (area_of(of_known, flat[1]) - area + area_of(flat[0], of_unknown) - area) ** 2
+    assert between == pytest.approx(expected, rel=1e-9)  # every class has 1/30 of the weight of a side
+    tables = np.array([[area_of(a, b) for b in sides[1]] for a in sides[0]])
+    drawn = [tables[np.ix_(draw, draw)].mean() for draw in numbers.integers(0, 30, (4000, 30))]
+    assert (between / 29 / 30) ** 0.5 == pytest.approx(np.std(drawn), rel=0.08)
+
+
+def test_interval_of_the_area_holds_for_new_draws_of_classes():
+    numbers, held = np.random.default_rng(1), 0
+    exact = float(stats.norm.cdf(1.0 / 2))  # novelties differ by 1, with a variance of 2 on each side
+    for _ in range(300):
+        known, unknown = of_classes(numbers, 15, 8, 0.0), of_classes(numbers, 15, 8, 1.0)
+        area, between = area_by_classes(known, unknown)
+        task = record((0,) * 3, (1,) * 3, (1,) * 3, 15).model_copy(update={"area": area, "between": between})
+        low, high = roc_interval([task])
+        held += low <= exact <= high
+    assert 0.92 <= held / 300 <= 0.995
+
+
+def test_interval_of_the_area_of_several_tasks():
+    made = record((0,) * 3, (1,) * 3, (1,) * 3, 4)
+    old, new = (made.model_copy(update={"area": area, "between": b}) for area, b in ((0.8, 0.06), (0.9, 0.02)))
+    weights = np.array([FADING, 1.0]) / (1 + FADING)
+    area, classes = weights @ [0.8, 0.9], 1 / (weights @ weights / 4)
+    error = math.sqrt(0.08 / 6 / classes + ((area - 0.5) / (classes + 1)) ** 2)
+    away = stats.t.ppf(0.975, 6) * error
+    assert roc_interval([old, new]) == pytest.approx((area - away, min(1, area + away)), rel=1e-12)
+    low, high = roc_interval([made.model_copy(update={"area": 1.0, "between": 0.0})])
+    assert 0.5 < low < 0.9 and high == 1, "four classes that are told perfectly say little about a fifth"
+    assert roc_interval([made]) is None and roc_interval([old, made.model_copy(update={"area": 0.9})]) is None
+    assert roc_interval([old.model_copy(update={"classes": 1})]) is None
 
 
 def test_other_classifiers_use_the_largest_probability():

@@ -17,6 +17,7 @@ from PIL import Image
 from reference import randn
 from torch.nn import functional as F
 
+from dulbe_peft.classifiers import text_prior
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.loading import load_clip
 from research.benchmarks import (
@@ -273,11 +274,12 @@ def test_sentences_on_estimates_rejection_and_suggestions(tmp_path):
     known = {"covered": [95, 97], "known_refused": [1, 24], "near_found": [50, 60]}
     stored(tmp_path / "rejection/small.json", of("c", **known))
     areas = {"near, novelty": [80], "near, probability": [70], "near, energy": [81], "near, said": [84]}
+    areas |= {"near, novelty": [80, 70, 90], "near, low": [75, 71, 70], "near, high": [90, 88, 95]}
     stored(tmp_path / "rejection/real/a.json", of("a", **areas, known_refused=[9]))
     said = sentences.refused(tmp_path)
     assert "in single draws 1.0 to 24.0 %" in said and "largest probability by +10.0" in said
     assert "than that of the energy by −1.0 (lines: −1.0 to −1.0); it is smaller in 0 and 1 of 1 lines" in said
-    assert "too high by +4.0 (lines: +4.0 to +4.0) points" in said
+    assert "too high by +4.0 (lines: +4.0 to +4.0) points. " in said and "contains the area in 2 of 3 draws" in said
     rows = [
         {"stream": stream, "labels": 2, "way": way, "value": value}
         for stream, pair in {"a, no names": (84, 70), "c": (50, 45)}.items()
@@ -400,6 +402,8 @@ def test_labels_go_to_similar_classes_and_folders_are_exchanged():
     assert found == 6 * [partner[last]] and last not in strange.y and last not in strange.truth
     made = untidy.untidy("bare:0.3", features, clean, seed=0)[0]
     assert (~made["text"].any(dim=1)).nonzero()[:, 0].tolist() == sorted(made["bare"]) and len(made["bare"]) == 2
+    nameless = untidy.untidy("bare:0.3", features | {"text": None}, clean, seed=0)[0]
+    assert nameless["text"] is None and nameless["bare"] == made["bare"], "the same classes are compared"
 
 
 def test_estimates_of_untidy_folders_speak_for_their_classes_and_leave_out_groups():
@@ -489,6 +493,26 @@ def test_real_stream_is_read_from_its_file(tmp_path):
     assert torch.equal(without_split["test"], other_seed["test"])
     assert without_split["truth"].bincount().tolist() == [4] * 4
     assert real.kinds(without_split) == ("none",) and real.kinds(whole) == real.NAMES and real.increment(whole) == 2
+
+
+def test_constants_of_bayes_are_measured_with_the_classes_without_a_name(tmp_path):
+    """A class without a name is recognised more often, the more of its images' score takes the place of the text's."""
+    labels, texts = torch.arange(240) % 8, F.normalize(randn(8, 12, seed=1), dim=1)
+    rows = F.normalize(texts[labels] + 0.45 * randn(240, 12, seed=0), dim=1)
+    np.savez(tmp_path / "a.npz", x=rows.numpy(), y=labels.short().numpy(), t=texts.numpy())
+    options = ["--real", str(tmp_path), "--streams", "a", "--names", "own", "none", "--counts", "2", "--repeats", "2"]
+    options += ["--classifiers", "bayes:features=0", "--untidy", "bare:0.3", "--held-back", "6"]
+    before = text_prior.ADDED
+    frozen.main([*options, "--constants", "ADDED=0", "ADDED=0.5", "--out", str(tmp_path / "out.json")])
+    assert before == text_prior.ADDED
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
+    bare = {(row["constant"], row["stream"]): row["value"] for row in results if row["figure"] == "bare"}
+    assert bare["ADDED=0.5", "a, own names, bare:0.3"] > bare["ADDED=0", "a, own names, bare:0.3"] + 5
+    assert bare["ADDED=0.5", "a, no names, bare:0.3"] == bare["ADDED=0", "a, no names, bare:0.3"] > 0
+    assert len({row["what"] for row in results}) == len(results)
+    for wrong in ("NONE=1", "added=1", "TEMPERATURES=1"):
+        with pytest.raises(ValueError, match="must name a number of bayes or text_prior"):
+            frozen.main([*options, "--constants", wrong, "--out", str(tmp_path / "out.json")])
 
 
 def test_streams_of_a_folder_are_measured_with_and_without_names(tmp_path):

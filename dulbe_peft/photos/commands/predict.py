@@ -66,7 +66,7 @@ ADVICE = {
 }
 UNRELIABLE = (
     "--reject is not reliable here: when each class was left out in turn, its images were more novel than images of "
-    "known classes in {:.0f} of 100 pairs; chance would give 50"
+    "known classes in {:.0f} of 100 pairs{}; chance would give 50"
 )
 
 
@@ -198,7 +198,9 @@ def _warn(learner: ClassIncrementalLearner, reject: float | None) -> None:
     if reject is None or area is None:
         return
     if area < HARDLY:
-        print(UNRELIABLE.format(100 * area), file=sys.stderr)
+        ends = learner.classifier.roc_interval
+        said = "" if ends is None else " (95 % interval {:.0f} to {:.0f})".format(*(100 * end for end in ends))
+        print(UNRELIABLE.format(100 * area, said), file=sys.stderr)
     if (share := found(learner.classifier.novelty_tasks, reject)) is not None:
         print(f"--reject {reject:g}: {MEASURED.format(100 * share)}", file=sys.stderr)
     known = learner.state.known

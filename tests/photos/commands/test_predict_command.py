@@ -328,11 +328,12 @@ def test_images_are_sorted_into_folders_and_nothing_is_replaced(learner, folders
     assert "no.png cannot be read" in captured.err and captured.out.count("one") >= 8
     for area in (0.5, 0.9):
         monkeypatch.setattr(Classifier, "roc_area", area)
+        monkeypatch.setattr(Classifier, "roc_interval", (area - 0.1, area + 0.1))
         monkeypatch.setattr(novelty, "found", lambda tasks, share: 0.62 if share == 0.99 else None)
         assert main([*command, "--reject", "0.99"]) == 0 and (tmp_path / "sorted" / "none of these").is_dir()
         said = capsys.readouterr().err
         assert ("--reject is not reliable here" in said) == (area == 0.5)
-        assert (f"in {100 * area:.0f} of 100 pairs" in said) == (area == 0.5)
+        assert ("in 50 of 100 pairs (95 % interval 40 to 60); chance" in said) == (area == 0.5)
         assert "62 of 100 of its images were recognised as unknown" in said
 
 
