@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.arguments import Query
 from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.calibration import HARDLY
 from dulbe_peft.classifiers.groups import check_groups, places_among
 from dulbe_peft.classifiers.learning import Groups
 from dulbe_peft.classifiers.novelty import sums_of
@@ -202,7 +203,8 @@ def _suggested(
         for number, row in enumerate(order.tolist()):
             yield from typical[number : number + 1]
             shares = [f"{name} {share:.0%}" for name, share in zip(names[row], values[row].tolist(), strict=True)]
-            yield Suggestion(row, f"{'unsure' if knows else 'at random'}: {' or '.join(shares)}")
+            why = "at random:" if not knows else "perhaps unknown, most like" if novel[row] else "unsure:"
+            yield Suggestion(row, f"{why} {' or '.join(shares)}")
 
     return [
         replace(s, proposed="" if novel[s.row] else names[s.row][0], novelty=novelty[s.row])
@@ -212,11 +214,12 @@ def _suggested(
 
 def _novel(classifier: Classifier, features: Tensor) -> np.ndarray:
     """Return a mask, (n,), of the images that are unlike all learned ones; all False if that cannot be decided."""
+    area = classifier.roc_area
     try:
-        mask: np.ndarray = classifier.refused(features, LOST).cpu().numpy()
+        found = None if area is not None and area < HARDLY else classifier.refused(features, LOST)
     except ValueError:  # too few images were learned to guarantee the share
-        return np.zeros(len(features), dtype=bool)
-    return mask
+        found = None
+    return np.zeros(len(features), dtype=bool) if found is None else found.cpu().numpy()
 
 
 def _typical(

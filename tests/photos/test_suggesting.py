@@ -52,7 +52,21 @@ def test_most_uncertain_image_is_suggested_with_its_two_best_classes():
     unsure = next(s for s in suggestions(fresh, 6, classifier) if s.group is None)
     shares = classifier.probabilities(fresh)
     assert unsure.row == int((shares.amax(1) - shares.amin(1)).argmin())
-    assert unsure.reason.startswith("unsure: class ") and " or class " in unsure.reason
+    assert " or class " in unsure.reason
+
+
+def test_unsure_and_unknown_are_two_words():
+    """An image between two classes is unsure, and has a proposed class; one far from all is perhaps unknown."""
+    features, labels = groups(30, 30)
+    classifier = in_tasks("lda", features, labels)
+    ways = F.normalize(torch.eye(DIM)[0] + torch.eye(DIM)[1], dim=0), torch.eye(DIM)[DIM - 1]
+    fresh = torch.cat([groups(20, 20, seed=1)[0], torch.stack(ways)])
+    found = {s.row: s for s in suggestions(fresh, len(fresh), classifier) if s.group is None}
+    refused = classifier.refused(fresh, 0.05).tolist()
+    assert refused[41] and not all(refused)
+    for row, suggestion in found.items():
+        assert suggestion.reason.startswith("perhaps unknown, most like class " if refused[row] else "unsure: class ")
+        assert (suggestion.proposed == "") == refused[row]
 
 
 def test_weak_classifier_suggests_random_instead_of_uncertain_images():
@@ -65,7 +79,7 @@ def test_weak_classifier_suggests_random_instead_of_uncertain_images():
     rows = {}
     for name, classifier in (("weak", weak), ("strong", strong)):
         drawn = [s for s in suggestions(fresh, 20, classifier) if s.group is None]
-        assert {s.reason.split(":")[0] for s in drawn} == {"at random" if classifier is weak else "unsure"}
+        assert all(s.reason.startswith("at random: ") == (classifier is weak) for s in drawn)
         rows[name] = [s.row for s in drawn]
     margins = weak.probabilities(fresh).topk(2, dim=1).values
     least = (margins[:, 0] - margins[:, 1]).argsort()[: len(rows["weak"])]
