@@ -140,7 +140,7 @@ class LearnerArguments:
         "auto",
         "How much of what a task has changed in the vision tower is kept when it ends; the text LoRA is kept whole. "
         "The paper keeps all, 1. auto: at most 0.3, chosen after the training, from the share of the task's images "
-        "for which the names were wrong before, and from how far the features of these images have moved.",
+        "for which the names were wrong before, and from how far the features of up to 64 of them have moved.",
     )
     planning_images: Annotated[int, Ge(1)] | Literal["all"] = setting(
         256,

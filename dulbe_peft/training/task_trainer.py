@@ -22,7 +22,7 @@ from dulbe_peft.adapter.gradients import summed_gradients
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.teaching import ClosingPass, learn_task
-from dulbe_peft.encoders.encoder import Batch, Encoder
+from dulbe_peft.encoders.encoder import CPU_BATCH, Batch, Encoder
 from dulbe_peft.encoders.loading import has_text, logit_scale
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.encoders.text_encoder import mean_texts
@@ -32,7 +32,7 @@ from dulbe_peft.subspaces.inputs import add_inputs
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.estimating import estimates_of
 from dulbe_peft.training.state import LearnerState
-from dulbe_peft.training.update_share import can_share, facts, share_of
+from dulbe_peft.training.update_share import IMAGES, can_share, facts, share_of
 from dulbe_peft.utils.processes import (
     gather_rows,
     on_main_process,
@@ -174,12 +174,15 @@ class TaskTrainer:
             return self.args.update_share
         if self.sampled is None or self.seen_text is None:
             return 1.0
-        after = self.encode_rows("share", self.sample)
-        labels = torch.as_tensor(self.images.labels[self.sample], device=after.device) + len(self.state.class_names)
+        own = self.images.labels[self.sample]
+        few = drawn_evenly(own, IMAGES, self.args.seed, self.index)
+        after = self.encode_rows("share", [self.sample[place] for place in few])
+        labels = torch.as_tensor(own, device=after.device) + len(self.state.class_names)
         before, projection = self.sampled, self.encoder.projection
         if projection is not None:
             before, after = (F.normalize(rows @ projection.T, dim=1) for rows in (before, after))
-        return on_main_process(lambda: share_of(*facts(before, after, labels, cast(torch.Tensor, self.seen_text))))
+        given = before, after, labels, self.seen_text, few
+        return on_main_process(lambda: share_of(*facts(*given)))
 
     def take_steps(self) -> None:
         """Measure, plan and train. The trained modes are not folded into the history yet."""
@@ -261,8 +264,9 @@ class TaskTrainer:
     def encode_rows(self, phase: str, rows: list[int]) -> torch.Tensor:
         """Return the features of some images, (rows, d)."""
         features = torch.zeros(len(self.images), self.encoder.embed_dim, device=self.encoder.device)
+        most = CPU_BATCH if features.device.type == "cpu" else None
         with self.state.resting(), raise_in_all():
-            for pixels, _, index, *_ in self.encoder.batches(self.images, self.title(phase), rows):
+            for pixels, _, index, *_ in self.encoder.batches(self.images, self.title(phase), rows, most):
                 features[index] = self.encoder.image_embeds(pixels)
         sum_over_processes([features])
         return features[rows]

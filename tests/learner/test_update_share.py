@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from small_runs import learner_of, tasks_of
@@ -10,7 +11,7 @@ from dulbe_peft import ClassIncrementalLearner, LearnerArguments, run_stream
 from dulbe_peft.adapter.linear import dense
 from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.strategies import make_strategy
-from dulbe_peft.training.task_trainer import TaskTrainer
+from dulbe_peft.training.task_trainer import TaskTrainer, drawn_evenly
 from dulbe_peft.training.update_share import MOST, MOVED, facts, share_of
 
 FOLDING = ("dulbe", "merged_lora", "o_lora", "inflora", "keeplora", "loda", "spu")
@@ -134,10 +135,14 @@ def test_chosen_share_moves_the_features_by_at_most_the_limit(movement, error):
 
 
 @pytest.mark.plain("lora")
-@pytest.mark.parametrize("strategy", ["dulbe", "lora"])
-def test_choice_sees_all_names_before_the_task_and_the_whole_movement(base, tasks, monkeypatch, strategy):
-    """Literal: the error among the names of both tasks, and the movement relative to the spread of these names."""
+@pytest.mark.parametrize("strategy, most", [("dulbe", 64), ("lora", 5)])
+def test_choice_sees_all_names_before_the_task_and_the_whole_movement(base, tasks, monkeypatch, strategy, most):
+    """Literal: the error among the names of both tasks, and the movement relative to the spread of these names.
+
+    The error is that of all 12 images, and the movement that of 5 drawn ones, if no more may be encoded again.
+    """
     seen = []
+    monkeypatch.setattr("dulbe_peft.training.task_trainer.IMAGES", most)
     monkeypatch.setattr("dulbe_peft.training.task_trainer.share_of", lambda *values: seen.append(values) or 1.0)
     learner = make(base, strategy=strategy)
     learner.learn_task(tasks[0].train)
@@ -147,7 +152,9 @@ def test_choice_sees_all_names_before_the_task_and_the_whole_movement(base, task
     wrong = sum(int((text @ row).argmax()) != label for row, label in zip(images, labels, strict=True))
     learner.learn_task(tasks[1].train)
     after = learner.image_embeds(tasks[1].train).double()
-    moved = sum((new - old).norm() ** 2 for new, old in zip(after, images, strict=True)) / len(images)
+    drawn = drawn_evenly(np.array(labels), most, seed=0, task=1)
+    assert len(drawn) == min(12, most)
+    moved = sum((after[row] - images[row]).norm() ** 2 for row in drawn) / len(drawn)
     between = sum((name - text.mean(dim=0)).norm() ** 2 for name in text) / len(text)
     assert len(seen) == 2 and seen[1][0] == (wrong + 1) / (len(images) + 2)
     assert seen[1][1] == pytest.approx(float(moved / between), rel=1e-3) and seen[1][1] > 0
@@ -155,7 +162,7 @@ def test_choice_sees_all_names_before_the_task_and_the_whole_movement(base, task
 
 def test_single_name_gives_a_share():
     images = torch.eye(3, 2)
-    assert facts(images, images, torch.zeros(3, dtype=torch.long), images[:1]) == (0.2, 0.0)
+    assert facts(images, images[[0, 2]], torch.zeros(3, dtype=torch.long), images[:1], [0, 2]) == (0.2, 0.0)
 
 
 @pytest.mark.slow

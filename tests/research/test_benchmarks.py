@@ -59,7 +59,7 @@ BENCHMARKS = sorted({path.stem for path in (ROOT / "research" / "benchmarks").gl
 MODULES = {name: importlib.import_module(f"research.benchmarks.{name}") for name in BENCHMARKS}  # slow ones, too
 SLOW = {"accuracy", "deployment", "edges", "encode", "family", "frozen", "loop", "memory", "rejection"}
 SLOW |= {"store", "stream", "tasks", "estimates", "gap", "head", "order", "suggest", "layer", "task", "updating"}
-SLOW |= {"camera", "gpu", "shares"}
+SLOW |= {"camera", "gpu", "planning", "shares"}
 # "memory" reads figures that only Linux provides.
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 MARKS = {name: [pytest.mark.slow] * (name in SLOW) + [LINUX] * (name == "memory") for name in BENCHMARKS}
