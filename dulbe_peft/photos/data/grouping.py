@@ -54,7 +54,6 @@ def grouped(
     if alone == sum(map(len, keys.values())):
         what = f"--group is {group!r}" if group is not None else f"--group-seconds is {seconds:g}"
         raise ValueError(f"{what}, but no image has a group: {_why_alone(group, seconds)}")
-    named = {split: _named(parts[split], of) for split, of in keys.items()}
     notes = _notes(parts, keys)
     if seconds is not None:
         notes += _long(times, keys, seconds)
@@ -62,7 +61,7 @@ def grouped(
         notes.append(
             f"{counted(alone, 'image')} without a group, each a group of its own: {_why_alone(group, seconds)}"
         )
-    return {split: images.grouped(named[split]) for split, images in parts.items()}, keys, notes
+    return {split: images.grouped(_named(images, keys[split])) for split, images in parts.items()}, keys, notes
 
 
 def _group_names(

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from dulbe_peft.data.columns import times_in
 from dulbe_peft.data.glance import SIDE
-from dulbe_peft.data.images import LabelledImages, content_of, labelled_images
+from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.photos.data.inventory import ALIKE, Duplicate, Found, Inventory, Picture, Pictures
 from dulbe_peft.utils import processes
 from dulbe_peft.utils.terminal import counted, printable
@@ -103,8 +103,8 @@ def find_duplicates(parts: Mapping[str, LabelledImages], pictures: Pictures | No
     stored = [number for number, (split, _, index) in enumerate(images) if (split, index) in (pictures or {})]
     greys = [(pictures or {})[images[number][0], images[number][2]].grey for number in stored]
     for pair in _alike(stored, np.array(greys)):
-        a, b = (content_of(part.image(index)) for _, part, index in (images[number] for number in pair))
-        pairs.setdefault(pair, ALIKE[1] if a == b else ALIKE[2])
+        a, b = (np.asarray(part.image(index)) for _, part, index in (images[number] for number in pair))
+        pairs.setdefault(pair, ALIKE[1] if np.array_equal(a, b) else ALIKE[2])
     return [Duplicate(_locate(*images[a]), _locate(*images[b]), how) for (a, b), how in sorted(pairs.items())]
 
 

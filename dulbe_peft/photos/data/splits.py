@@ -56,14 +56,14 @@ class Opened(NamedTuple):
     def readable(self, name: str, strict: bool, look: Look | None = None) -> "Opened":
         """Leave out unreadable images, see `looking.unreadable`; if `strict`, an error calls the data `name`."""
         problems = unreadable(self.parts, look)
-        opened = self._with(self.parts, unreadable=problems)
+        bad = {split: [image.place for image, _ in problems if image.split == split] for split in self.parts}
+        kept = {n: images.at(np.setdiff1d(np.arange(len(images)), bad[n])) for n, images in self.parts.items()}
+        opened = self._with(kept, unreadable=problems)
         if problems and strict:
             first = f"{len(problems)} of the images in {name} cannot be read:"
             advice = "repair or remove them, or leave them out by omitting --strict (strict=False in Python)"
             raise ValueError("\n".join([first, *opened.inventory.unreadable_lines(), advice]))
-        bad = {split: [image.place for image, _ in problems if image.split == split] for split in self.parts}
-        kept = {n: images.at(np.setdiff1d(np.arange(len(images)), bad[n])) for n, images in self.parts.items()}
-        return opened._with(kept)
+        return opened
 
     def grouped(self, group: str | None, seconds: float | None) -> "Opened":
         """Give the images their groups, see the function `grouped`; other columns of the data are dropped."""
@@ -100,9 +100,9 @@ class Opened(NamedTuple):
         return self._with(
             parts,
             counts=count_images(parts),
-            duplicates=find_duplicates(parts, pictures if every else None),
             blank=blank_lines(parts, pictures, 1 if every else max(3, len(pictures) // 8)),
             pictures=pictures,
+            duplicates=find_duplicates(parts, pictures if every else None),
         )
 
     def renamed(self, file: str) -> "Opened":
