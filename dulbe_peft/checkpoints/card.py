@@ -30,28 +30,14 @@ def model_card(
     base, kind = state.base_name[0], state.base.config.model_type
     base_on_hub = is_repo_id(base)
     rows = results.rows if results and results.classifiers else []
-    figures = results.classifiers[answering(results.classifiers)] if results and rows else None
-    shown = [] if figures is None else [("A_bar", figures.average_accuracy), ("A_last", figures.last_accuracy)]
-    measured = [
-        EvalResult(
-            task_type="image-classification",
-            task_name="Class-incremental image classification",
-            dataset_type=dataset_name or "class-incremental-stream",
-            dataset_name=dataset_name or f"a class-incremental stream, {count}",
-            metric_type="accuracy",
-            metric_name=metric,
-            metric_value=value,
-        )
-        for metric, value in shown
-        if value is not None
-    ]
+    measured = _measured(results, dataset_name, count) if results and rows else None
     header = ModelCardData(
         base_model=base if base_on_hub else None,
         library_name="dulbe_peft",
         pipeline_tag="image-classification",
         tags=["class-incremental-learning", kind, "continual-learning", "dulbe", "dulbe_peft"],
         model_name=title if measured else None,
-        eval_results=measured or None,
+        eval_results=measured,
     )
     settings: dict[str, object] = {
         "strategy": {"name": state.strategy.name, **state.strategy.settings()},
@@ -80,3 +66,22 @@ def model_card(
         dataset_name=dataset_name,
         settings=json.dumps(settings, indent=2, ensure_ascii=False),
     )
+
+
+def _measured(results: Results, dataset_name: str | None, count: str) -> list[EvalResult]:
+    """Return the accuracies of the classifier that answers, as the Hub reads them; `count` describes the stream."""
+    figures = results.classifiers[answering(results.classifiers)]
+    shown = {"A_bar": figures.average_accuracy, "A_last": figures.last_accuracy}
+    return [
+        EvalResult(
+            task_type="image-classification",
+            task_name="Class-incremental image classification",
+            dataset_type=dataset_name or "class-incremental-stream",
+            dataset_name=dataset_name or f"a class-incremental stream, {count}",
+            metric_type="accuracy",
+            metric_name=metric,
+            metric_value=value,
+        )
+        for metric, value in shown.items()
+        if value is not None
+    ]

@@ -1,6 +1,6 @@
 """The state of a learner between two tasks, which is exactly what is saved."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -323,33 +323,15 @@ class LearnerState:
     @contextmanager
     def adapter_kept(self) -> Iterator[None]:
         """Restore the adapter's weights if the block raises."""
-        restore = self._copied_adapter()
+        before = {name: tensor.clone() for name, tensor in self.adapter_tensors().items()}
         try:
             yield
         except BaseException:
-            restore()
-            raise
-
-    @contextmanager
-    def adapter_restored(self) -> Iterator[None]:
-        """Restore the adapter's weights after the block."""
-        restore = self._copied_adapter()
-        try:
-            yield
-        finally:
-            restore()
-
-    def _copied_adapter(self) -> Callable[[], None]:
-        """Copy the adapter's weights, and return a function that restores them."""
-        before = {name: tensor.clone() for name, tensor in self.adapter_tensors().items()}
-
-        def restore() -> None:
             if before:
                 self.set_adapter_tensors(before)
                 self.model.zero_grad(set_to_none=True)
                 self.model.eval()
-
-        return restore
+            raise
 
     @property
     def device(self) -> torch.device:

@@ -17,7 +17,6 @@ import torch
 from dulbe_peft.utils.extras import installed
 
 T = TypeVar("T")
-ENGINES = ("local", "dask", "ray")
 _making = threading.Lock()
 
 

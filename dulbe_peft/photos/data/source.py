@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 Part = Annotated[float, Gt(0), Lt(1)]  # a share of the images
 UNLABELLED = "images without labels cannot be tested on"
 VALIDATION = ("valid", "validation", "val")  # splits that are tested on if there is no test split
-# Fields that choose among the images.
-DRAWS = ("validation_fraction", "images_per_class", "test_images_per_class", "draw_seed")
 SPLITS = ("train_split", "test_split", "test_fraction", "test_data")  # fields that say which images are tested on
 GROUPING = ("group", "group_seconds")  # fields that say which images belong together
 _READING = (
