@@ -10,11 +10,14 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from dulbe_peft.metrics.answers import Predict
+
 REFERENCE = re.compile(r"(<!-- reference: ([\w.]+) -->).*?(<!-- end of reference -->)", re.DOTALL)
 PAGES = Path(__file__).parent / "reference"
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Reference|Example):$")
 PACKAGES = ("dulbe_peft", "research")
 WIDTH = 108  # of a line of code, in characters
+OVERLOADS = {"ClassIncrementalLearner.predict": Predict}  # methods whose overloads stand in a protocol
 
 
 def with_reference(text: str) -> str:
@@ -69,7 +72,22 @@ def members_of(cls: type, name: str) -> dict[str, Any]:
 
 def entry(level: str, name: str, thing: Any) -> str:
     signature = f'```python title="signature"\n{signature_of(name, thing)}\n```'
+    if protocol := OVERLOADS.get(getattr(thing, "__qualname__", "")):
+        signature = signature.replace(" -> Any", "") + f"\n\n{forms(protocol)}"
     return f"{level} `{name}`\n\n{signature}\n\n{markdown(inspect.getdoc(thing) or '', foreign(thing))}".rstrip()
+
+
+def forms(protocol: Any) -> str:
+    """Return a table of the types that a call returns, by its options, for one image and for several."""
+    rows: dict[str, dict[str, str]] = {}
+    parsed: Any = ast.parse(inspect.getsource(protocol)).body[0]
+    for node in (each for each in parsed.body if isinstance(each, ast.FunctionDef)):
+        options = [f"`{arg.arg}`" for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults) if not default]
+        if len(options) == len(node.args.kwonlyargs):  # the last one stands for all combinations
+            returned = ast.unparse(node.returns).replace("Scored", "tuple[str, float]").replace(" | ", " or ")
+            rows.setdefault(", ".join(options) or "none", {})[ast.unparse(node.args.args[1].annotation)] = returned
+    lines = ["| options | for one image | for several |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {key} | `{row['One']}` | `{row['object']}` |" for key, row in rows.items())])
 
 
 def foreign(thing: Any) -> set[str]:

@@ -190,7 +190,8 @@ def llms() -> str:
     lines += ['`pip install -c constraints.txt ".[photos]"` installs it; `dulbe-peft --help` lists the commands.', ""]
     for section in config["nav"]:
         ((title, pages),) = section.items()
-        listed = (f"- [{name}](docs/{path}): {first_sentence(DOCS / path)}" for name, path in pages_of(pages))
+        named = ((heading(path) if name in ("Start", "Reference") else name, path) for name, path in pages_of(pages))
+        listed = (f"- [{name}](docs/{path}): {first_sentence(DOCS / path)}" for name, path in named)
         lines += [f"## {title}", "", *(line.removesuffix(": ") for line in listed), ""]
     return "\n".join(lines)
 
@@ -203,6 +204,10 @@ def pages_of(entry: Any) -> Iterator[tuple[str, str]]:
             yield from pages_of(path)
         else:
             yield name, path
+
+
+def heading(path: str) -> str:
+    return read(DOCS / path).partition("\n")[0].removeprefix("# ")
 
 
 def first_sentence(path: Path) -> str:

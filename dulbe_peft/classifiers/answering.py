@@ -24,6 +24,10 @@ LEAST_JUDGED = 1 / 3
 class Answering(Kept):
     """The answers of a classifier."""
 
+    if TYPE_CHECKING:  # that of nn.Module returns Any
+
+        def __call__(self, image_embeds: Tensor | np.ndarray, sizes: Sequence[int] | None = None) -> Tensor: ...
+
     def forward(self, image_embeds: Tensor | np.ndarray, sizes: Sequence[int] | None = None) -> Tensor:
         """Normalise features, (n, d), and return the logits of all seen classes, (n, C) in float32.
 

@@ -698,6 +698,9 @@ class BayesClassifier(Classifier, rule=BayesRule):
     """
 
     rule: BayesRule
+    text_embeds: Tensor
+    sums: Tensor
+    counts: Tensor
 
     if TYPE_CHECKING:
 

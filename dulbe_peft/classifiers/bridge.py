@@ -233,6 +233,12 @@ class BridgeEnsembleHead(Classifier, rule=BridgeRule):
     """
 
     rule: BridgeRule
+    visual_prototypes: Tensor
+    text_embeds: Tensor
+    counts: Tensor
+    lengths: Tensor
+    depths: Tensor
+    reliability: Tensor
 
     if TYPE_CHECKING:
 

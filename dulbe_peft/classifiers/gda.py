@@ -107,6 +107,9 @@ class GdaClassifier(LdaClassifier, rule=GdaRule):
     """
 
     rule: GdaRule
+    text_embeds: Tensor
+    sums: Tensor
+    counts: Tensor
 
     if TYPE_CHECKING:
 

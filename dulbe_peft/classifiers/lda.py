@@ -198,6 +198,9 @@ class LdaClassifier(Classifier, rule=LdaRule):
     """
 
     rule: LdaRule
+    sums: Tensor
+    counts: Tensor
+    scatter: Tensor
 
     if TYPE_CHECKING:
 

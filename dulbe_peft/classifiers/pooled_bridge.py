@@ -260,6 +260,7 @@ class PooledBridgeHead(BridgeEnsembleHead, rule=PooledBridgeRule):
     """
 
     rule: PooledBridgeRule
+    confidence: Tensor
 
     if TYPE_CHECKING:
 
@@ -272,6 +273,6 @@ class PooledBridgeHead(BridgeEnsembleHead, rule=PooledBridgeRule):
         return self.rule.fitted(self.state).depth_weights
 
     @property
-    def reliability(self) -> Tensor:
+    def reliability(self) -> Tensor:  # type: ignore[override]
         """pi for every class, (C, K_b), float32; all rows are equal."""
         return self.rule.fitted(self.state).reliability

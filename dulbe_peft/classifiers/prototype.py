@@ -89,6 +89,8 @@ class PrototypeClassifier(Classifier, rule=PrototypeRule):
     """
 
     rule: PrototypeRule
+    sums: Tensor
+    counts: Tensor
 
     if TYPE_CHECKING:
 

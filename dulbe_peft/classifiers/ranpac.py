@@ -117,6 +117,9 @@ class RanpacClassifier(RidgeClassifier, rule=RanpacRule):
     """
 
     rule: RanpacRule
+    gram: Tensor
+    sums: Tensor
+    counts: Tensor
 
     if TYPE_CHECKING:
 

@@ -210,6 +210,9 @@ class RidgeClassifier(Classifier, rule=RidgeRule):
     """
 
     rule: RidgeRegression
+    gram: Tensor
+    sums: Tensor
+    counts: Tensor
 
     if TYPE_CHECKING:
 

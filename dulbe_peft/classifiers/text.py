@@ -66,6 +66,7 @@ class TextClassifier(Classifier, rule=TextRule):
     """
 
     rule: TextRule
+    text_embeds: Tensor
 
     if TYPE_CHECKING:
 

@@ -82,6 +82,8 @@ def test_llms_txt_lists_every_page():
     assert re.findall(r"\]\((docs/[^)]+)\)", generated) == listed  # if this fails, run: python docs/generate.py llms
     pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert set(listed) == pages
+    titles = re.findall(r"^- \[([^\]]+)\]", text_of("llms.txt"), re.MULTILINE)
+    assert len({*titles}) == len(titles) == len(pages)
 
 
 def test_contributing_says_why_each_package_is_in_the_core():

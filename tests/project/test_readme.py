@@ -16,6 +16,7 @@ from small_runs import parse, some
 
 from dulbe_peft import ClassIncrementalLearner, paper_arguments
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
+from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.data.decoding import image_suffixes
 from dulbe_peft.data.digits import DIGITS
 from dulbe_peft.encoders.registry import demo_model_folder
@@ -283,6 +284,35 @@ def test_messages_in_troubleshooting_exist_in_the_code():
 def test_code_on_pages_fits_without_scrolling(page):
     lines = [line for _, _, code in blocks(page, "python", "bash", "yaml", "text") for line in code.splitlines()]
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
+
+
+def names_in_rows(text, head):
+    """Return the names in code that the first cells of a table have, whose head row begins with `head`."""
+    table = text.partition(head)[2].partition("\n\n")[0]
+    return re.findall(r"`(\w+)`", "".join(re.findall(r"^\|([^|]+)\|", table, re.MULTILINE)))
+
+
+def test_pages_list_each_strategy_and_each_classifier():
+    listed = re.findall(
+        r"^- `(\w+)`", text_of("docs/strategies.md").partition("## All strategies")[2].partition("\n## ")[0], re.M
+    )
+    assert sorted([*listed, "frozen"]) == sorted(STRATEGIES)  # `frozen` stands above, among those to begin with
+    page = text_of("docs/classifiers.md")
+    assert sorted(names_in_rows(page, "| name | keeps |")) == sorted(CLASSIFIERS)
+    said = names_in_rows(page, "| classifier | result of learning more images")
+    assert set(said) == CLASSIFIERS.keys() - {"text"}  # `text` learns nothing from images
+    refused = set(re.findall(r"`(\w+)`", re.search(r"^\|(.+)\| an error;", page, re.M)[1]))
+    assert refused == {name for name, kind in CLASSIFIERS.items() if "update" not in kind.rule_type.can}
+
+
+@pytest.mark.parametrize(("word", "registry"), [("strategies", STRATEGIES), ("classifiers", CLASSIFIERS)])
+def test_counts_in_prose_match_the_registries(word, registry):
+    pages = {
+        page: re.findall(rf"\[?(\d\d+) {word}\b", text_of(page))
+        for page in (*PAGES, "CONTRIBUTING.md", "CHANGELOG.md")
+    }
+    assert pages["CHANGELOG.md"] == pages["CONTRIBUTING.md"] == [str(len(registry))]
+    assert {count for counts in pages.values() for count in counts} == {str(len(registry))}
 
 
 def test_table_of_defaults_matches_the_code():

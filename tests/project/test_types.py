@@ -1,6 +1,8 @@
-"""What a type checker finds in a user's script: mypy in strict mode, on the installed package."""
+"""What type checkers find in a user's script: mypy in strict mode, and pyright where it is installed."""
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -9,9 +11,65 @@ import pytest
 RIGHT = """
 from pathlib import Path
 
+import numpy as np
 import torch
-from dulbe_peft import ClassIncrementalLearner
+from dulbe_peft import (
+    BridgeEnsembleHead,
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    LearnerArguments,
+    OccupationStatistics,
+    PooledBridgeHead,
+    allocate_modes,
+    bidirectional_kl,
+    collect_statistics,
+    cross_modal_loss,
+    export_lora,
+    load_clip,
+    probe_gradients,
+    route_gradients,
+    run_stream,
+)
+from dulbe_peft.classifiers import CLASSIFIERS, LdaClassifier, make_classifier
+from dulbe_peft.sklearn import FeatureClassifier, ImageClassifier
+from dulbe_peft.streams.digits import digit_tasks
+from peft import get_peft_model
 from PIL import Image
+
+
+def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return batch.sum(), len(batch)
+
+
+def train(x: torch.Tensor, labels: torch.Tensor) -> None:
+    clip, processor = load_clip("demo")
+    config = DualModeLoraConfig(residual_rank=4, support_rank=16, target_modules=["k_proj"], text_rank=2)
+    model = get_peft_model(clip, config)
+    statistics = OccupationStatistics()
+    probe = probe_gradients(model, [x], loss_of)
+    model.begin_task(probe, statistics)
+    modes = allocate_modes(probe, statistics)
+    print([bases.shared.shape for bases in modes.values()], probe["layer"].shape, statistics.nbytes + 1)
+    route_gradients(model, cross_modal_loss(x, x, labels, 100.0), bidirectional_kl(x, x))
+    model.fold_task(share=0.25)
+    collect_statistics(model, [x], loss_of, into=statistics)
+    export_lora(model, "exported")
+    for head in (BridgeEnsembleHead(8, num_depths=10), PooledBridgeHead(8, logit_scale=50.0)):
+        head.add_classes(["cat", "dog"], x, labels, x)
+        print(head(x).argmax(dim=1).tolist(), head.visual_prototypes.shape, head.reliability.shape)
+    lda = make_classifier("lda:shrinkage=0.1", 8, 100.0)
+    print(lda.probabilities(x).shape, LdaClassifier(8, shrinkage="oas").counts.tolist(), CLASSIFIERS["lda"].name)
+    args = LearnerArguments(epochs=2, drift="none", update_share="auto", precision="bfloat16")
+    learner = ClassIncrementalLearner(model, processor, args=args, strategy="dulbe", classifiers=("bridge", lda))
+    tasks = digit_tasks(increment=5)
+    learner.learn_task(tasks[0].train, groups=["june"])
+    print(learner.estimate()["lda"].share + 1, learner.classifiers["lda"].doubt.upper(), learner.tasks[0][0].upper())
+    run_stream(learner, tasks, "out")
+    learner.save_pretrained("learner")
+    again: ClassIncrementalLearner = ClassIncrementalLearner.from_pretrained("learner")
+    estimator: FeatureClassifier = FeatureClassifier("bayes").fit(np.zeros((2, 2)), np.zeros(2))
+    photographs: ImageClassifier = ImageClassifier("demo").partial_fit(["a.jpg"], ["cat"])
+    print(again, estimator, photographs)
 
 
 def use(learner: ClassIncrementalLearner, image: Image.Image, images: list[Image.Image], photos: Path) -> None:
@@ -41,11 +99,45 @@ def use(learner: ClassIncrementalLearner, image: Image.Image, images: list[Image
 WRONG = """
 from pathlib import Path
 
-from dulbe_peft import BridgeEnsembleHead, ClassIncrementalLearner, LearnerArguments
+import numpy as np
+import torch
+from dulbe_peft import (
+    BridgeEnsembleHead,
+    ClassIncrementalLearner,
+    DualModeLoraConfig,
+    DualModeTrainer,
+    LearnerArguments,
+    OccupationStatistics,
+    PooledBridgeHead,
+    allocate_modes,
+    bidirectional_kl,
+    collect_statistics,
+    cross_modal_loss,
+    load_clip,
+    paper_arguments,
+    probe_gradients,
+    route_gradients,
+    run_stream,
+    slerp,
+)
+from dulbe_peft.classifiers import CLASSIFIERS, LdaClassifier, make_classifier
+from dulbe_peft.sklearn import FeatureClassifier, ImageClassifier
+from dulbe_peft.streams.digits import digit_tasks
+from peft import get_peft_model
 from PIL import Image
 
 
-def use(learner: ClassIncrementalLearner, image: Image.Image, images: list[Image.Image], photos: Path) -> None:
+def loss_alone(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return batch.sum()
+
+
+clip, processor = load_clip("demo")
+model = get_peft_model(clip, DualModeLoraConfig())
+x, statistics, tasks = torch.zeros(2, 8), OccupationStatistics(), digit_tasks()
+head, lda = BridgeEnsembleHead(8), LdaClassifier(8)
+
+
+def wrong(learner: ClassIncrementalLearner, image: Image.Image, images: list[Image.Image], photos: Path) -> None:
     number: int = learner.predict(image)
     name: str = learner.predict(images)
     learner.predict(image).append("cat")
@@ -65,32 +157,84 @@ def use(learner: ClassIncrementalLearner, image: Image.Image, images: list[Image
     learner.evaluate(images)["text_accuracy"].upper()
     learner.evaluate(images)["classifiers"]["bayes"].upper()
     LearnerArguments(epochs="ten")
+    LearnerArguments(drift="maybe")
+    LearnerArguments(update_share=None)
+    ClassIncrementalLearner(model, processor, classifier="lda")
+    ClassIncrementalLearner(model, processor, args={"epochs": 2})
+    learner.save_pretrained(5)
+    learner.estimate()["bayes"].shares
+    learner.train_task()
+    load_clip(5)
+    get_peft_model(clip, "dual_mode")
+    DualModeLoraConfig(shared_rank="1")
+    DualModeLoraConfig(r=8)
+    DualModeLoraConfig(lora_dropout=0.1)
+    DualModeLoraConfig(target_modules=5)
+    probe_gradients(model, [x], loss_alone)
+    allocate_modes({"layer": x}, statistics, rank=8)
+    allocate_modes({"layer": x}, statistics)["layer"].shared_capture.shape
+    route_gradients(model, 0.5)
+    route_gradients(model, x, x, structure_weights=0.5)
+    collect_statistics(model, [x], loss_alone)
+    cross_modal_loss(x, x, x, "100")
+    bidirectional_kl(x, x, temperature=5.0)
     BridgeEnsembleHead(64, bta=1.0)
+    BridgeEnsembleHead(64, depths="0.5")
+    PooledBridgeHead(64, logit_scale="100")
+    LdaClassifier(64, shrinkge=0.1)
+    LdaClassifier(64, shrinkage="0.1")
+    make_classifier("lda", "64", 100.0)
+    CLASSIFIERS["lda"].nme
+    head.add_classes(["owl"], x, x, text=x)
+    head(x).upper()
+    head.reliability.upper()
+    head.visual_prototypes.upper()
+    lda(x).upper()
+    lda.counts.upper()
+    slerp(x, x)
+    run_stream(learner, tasks, 5)
+    run_stream(learner, tasks, "out").upper()
+    DualModeTrainer(model, {"epochs": 1})
+    DualModeTrainer(model, paper_arguments("out")).learner.upper()
+    paper_arguments(5)
+    FeatureClassifier(5)
+    FeatureClassifier().fit(np.zeros((2, 2)))
+    ImageClassifier("demo", prompt="a photo of a {}.")
 """
 
 
-def errors_of(tmp_path, script):
-    """Return the lines of a script in which `mypy --strict` finds errors."""
-    (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\n[mypy-dulbe_peft.*]\nfollow_imports = silent\n")
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--config-file=mypy.ini",
-        f"--cache-dir={tmp_path.parent}/cache",
-        "script.py",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+def errors_of_mypy(folder):
+    """Return the lines of `script.py` in which `mypy --strict` finds errors."""
+    (folder / "mypy.ini").write_text("[mypy]\nstrict = true\n[mypy-dulbe_peft.*]\nfollow_imports = silent\n")
+    options = ["--config-file=mypy.ini", f"--cache-dir={folder.parent}/cache"]
+    command = [sys.executable, "-m", "mypy", *options, "script.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found = re.findall(r"^script\.py:(\d+): error: (.*)", done.stdout, flags=re.MULTILINE)
     return {int(number): message for number, message in found}
 
 
+def errors_of_pyright(folder):
+    """Return the lines of `script.py` in which pyright finds errors."""
+    command = [shutil.which("pyright"), "--outputjson", "--pythonpath", sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return {
+        each["range"]["start"]["line"] + 1: each["message"] for each in json.loads(done.stdout)["generalDiagnostics"]
+    }
+
+
 @pytest.mark.slow
-def test_type_checker_finds_each_planted_error_and_no_other(tmp_path):
-    pytest.importorskip("mypy")
-    assert errors_of(tmp_path, RIGHT) == {}
+@pytest.mark.parametrize("errors_of", [errors_of_mypy, errors_of_pyright], ids=["mypy", "pyright"])
+def test_type_checker_finds_each_planted_error_and_no_other(tmp_path, errors_of):
+    if errors_of is errors_of_mypy:
+        pytest.importorskip("mypy")
+    elif shutil.which("pyright") is None:
+        pytest.skip("pyright is not installed")
+    script = tmp_path / "script.py"
+    script.write_text(RIGHT, encoding="utf-8")
+    assert errors_of(tmp_path) == {}
+    script.write_text(WRONG, encoding="utf-8")
     lines = WRONG.splitlines()
-    first = next(number for number, line in enumerate(lines, 1) if line.startswith("def ")) + 1
-    assert set(errors_of(tmp_path, WRONG)) == set(range(first, len(lines) + 1))
+    first = lines.index(next(line for line in lines if line.startswith("def wrong"))) + 2
+    assert set(errors_of(tmp_path)) == set(range(first, len(lines) + 1))
