@@ -21,7 +21,9 @@ CELLS = Path(__file__).parent / "results" / "frontiers"
 FROZEN, AUTO = "nothing trained", "`auto`"
 REFERENCE, NOT_MEASURED = "DuLBE", "Not measured."
 # Figures of the docs: name -> file, stream and methods.
-FIGURES = {"frontier": ("handwriting", "16 images, ten tasks", ("frozen", "DuLBE", "LoRA", "merged LoRA"))}
+FIGURES = {
+    "frontier": ("handwriting", "16 images, ten tasks", ("frozen", "DuLBE", "LoRA", "merged LoRA", "InfLoRA")),
+}
 
 
 def frontier(

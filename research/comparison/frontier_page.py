@@ -1,5 +1,6 @@
 """The tables, the sentence and the figure of a frontier."""
 
+import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -119,8 +120,10 @@ def frontier_figure(found: dict[str, Curve], caption: str, classifier: str = TEX
     floor = max(min(place.y for place in shown), start.y - 0.02)
     look: dict[str, Any] = {"xlabel": "never learned classes (%)", "ylabel": f"learned classes, {classifier} (%)"}
     figure, axes = new_figure(3.4 + 0.14 * len(lines), **look)
-    for number, (method, curve) in enumerate(trained.items()):
-        style: dict[str, Any] = line_style(_PLACES.get(method.lower(), number))
+    others = (place for place in itertools.count() if place not in _PLACES.values())
+    for method, curve in trained.items():
+        place = _PLACES.get(method.lower())
+        style: dict[str, Any] = line_style(next(others) if place is None else place)
         below = [place for place in curve.places if place not in curve.hull and place in shown and place.share]
         faint: dict[str, Any] = {**style, "linestyle": "none", "markersize": 3, "alpha": 0.35}
         axes.plot([100 * p.x for p in below], [100 * p.y for p in below], **faint)
@@ -132,7 +135,7 @@ def frontier_figure(found: dict[str, Curve], caption: str, classifier: str = TEX
     axes.plot([100 * start.x], [100 * start.y], "D", color=INK, markersize=6, label="nothing trained", zorder=5)
     axes.set(xlim=(100 * low - 0.5, 100 * high + 0.5))
     axes.set_ylim(bottom=100 * floor - 0.5)
-    axes.legend(**LEGEND | {"loc": "lower left"})
+    axes.legend(**LEGEND | {"loc": "upper right"})
     figure.supxlabel("\n".join(lines), fontsize=7.5, color=INK, x=0.02, ha="left")
     return figure
 

@@ -17,7 +17,7 @@ from research.benchmarks.curves import FIGURES, REFERENCE, found
 from research.comparison.cells import arguments_of, as_json, read_answers, read_cell
 from research.comparison.compare import ComparisonError
 from research.comparison.frontier import Curve, Place, curves, difference, frontier, hull, not_measured, point_of
-from research.comparison.frontier_page import frontier_svg, frontier_text, loss_table, sentence
+from research.comparison.frontier_page import frontier_figure, frontier_svg, frontier_text, loss_table, sentence
 from research.comparison.measured import PLACES, Measured, Point, read_all, title_of
 from research.comparison.plan import Row, as_text, read_plan
 
@@ -272,6 +272,15 @@ def test_places_that_lack_seeds_are_left_out_and_named():
     records = made_records(DuLBE=(55, 60))
     other = [one.model_copy(update={"point": {"learning_rate": 0.2}}) for one in records[:1]]
     assert len(curves([*records, *other], "s")["DuLBE"].places) == len(curves(records, "s")["DuLBE"].places) == 3
+
+
+def test_each_method_has_a_colour_of_its_own():
+    names = ("DuLBE", "LoRA", "merged LoRA", "A", "B", "C", "D", "E")
+    found = curves(made_records(**dict.fromkeys(names, (55, 60))), "s")
+    with drawn():
+        bars = frontier_figure(found, "").axes[0].containers
+    assert [bar.get_label() for bar in bars] == list(names)
+    assert len({bar.lines[0].get_color() for bar in bars}) == len(names)
 
 
 def test_figure_is_a_picture_with_a_title_and_the_sentence():
