@@ -363,13 +363,10 @@ class DualModeLoraModel(BaseTuner):
             ValueError: If `share` is not in [0, 1], the adapter has `modules_to_save`, or it is not known how the task
                 began, because the adapter was loaded since. Nothing is changed then.
         """
-        check_number("share", share, least=0, most=1)
-        self.check_state("keep_share")
+        self._check_share("keep_share", share)
         adapter = self.adapter_name
         if share == 1:
             return
-        if self.active_config.modules_to_save:
-            raise ValueError("the adapter has modules_to_save, and whole modules cannot be scaled: use share=1")
         begun = self._beginnings[adapter].layers
         if begun is None:
             raise ValueError(
@@ -465,11 +462,8 @@ class DualModeLoraModel(BaseTuner):
         Reference:
             Wortsman et al., "Robust fine-tuning of zero-shot models", 2022: interpolation of all weights.
         """
-        check_number("scale", scale, least=0, most=1)
+        self._check_share("scaled", scale, "scale")
         adapter = self.adapter_name
-        self.check_state("scaled")
-        if scale != 1 and self.active_config.modules_to_save:
-            raise ValueError("the adapter has modules_to_save, and whole modules cannot be scaled: use scale=1")
         return _all_of(layer.scaled(adapter, scale) for layer in layers_of(self.model, adapter).values())
 
     def keep(self, share: float) -> None:
@@ -479,15 +473,19 @@ class DualModeLoraModel(BaseTuner):
             ValueError: If `share` is not in [0, 1], an adapter is merged or disabled, the adapter has
                 `modules_to_save`, or a block such as `scaled` is running. Nothing is changed then.
         """
-        check_number("share", share, least=0, most=1)
-        self.check_state("keep")
-        if share != 1 and self.active_config.modules_to_save:
-            raise ValueError("the adapter has modules_to_save, and whole modules cannot be scaled: use share=1")
+        self._check_share("keep", share)
         adapter = self.adapter_name
         for layer in layers_of(self.model, adapter).values():
             layer.scale_update(adapter, share)
         self._forget_weights()
         self._beginnings[adapter].layers = self._copied_layers(adapter)
+
+    def _check_share(self, operation: str, share: float, name: str = "share") -> None:
+        """Raise a `ValueError` if the adapter's update cannot be multiplied by a share, which errors call `name`."""
+        check_number(name, share, least=0, most=1)
+        self.check_state(operation)
+        if share != 1 and self.active_config.modules_to_save:
+            raise ValueError(f"the adapter has modules_to_save, and whole modules cannot be scaled: use {name}=1")
 
     @contextmanager
     def trained_bases(self, names: Iterable[str] | None = None) -> Iterator[list[torch.Tensor]]:

@@ -29,13 +29,16 @@ from dulbe_peft.classifiers.leaving import MOST_JUDGED, Left, in_turn
 from dulbe_peft.classifiers.ranpac import MOST_FEATURES, RandomLayer, random_layer
 from dulbe_peft.classifiers.rule import TextDim, linear, projected
 from dulbe_peft.classifiers.state import Fitted, Layout, State, once, per_class, shared
-from dulbe_peft.classifiers.text_prior import OMEGAS, SCALES, WRONG, Fit, ProjectedFit
+from dulbe_peft.classifiers.text_prior import Fit, ProjectedFit
 from dulbe_peft.utils.settings import Positive
 
 # Left-out images choose among these values. No single kappa and rho suits both few and many images.
 KAPPAS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 RHOS = (0.01, 0.03, 0.1, 0.3, 1.0)
 TEMPERATURES = tuple(2.0 ** (half / 2) for half in range(12, -1, -1))  # of the scores of left-out images
+OMEGAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+SCALES = (0.0, *(2.0 ** (half / 2) for half in range(-8, 8)))  # of the scores by texts alone; 0: no class is likelier
+WRONG = tuple(0.9 * (step / 10) ** 2 for step in range(11))  # shares of wrong labels
 NEVER = 1e300  # a loss so large that its row of the table is never chosen
 
 # Chosen on held-out training images with published features; docs/results.md lists the streams.
@@ -221,11 +224,9 @@ class BayesRule(ClassSums):
         """Return the scores of `Fit.left_out`, in float32."""
         choice, labels = self.fitted(state), labels.to(state.sums.device)
         kappa, rho, features, omega = choice.mode
-        rows, of = (
-            self.lifted(state, images.to(state.sums)),
-            None if groups is None else rows_by_group(groups.to(labels)),
-        )
-        return choice.fit(features).left_out(rows, labels, torch.tensor([kappa]), rho, omega, of)[0] / choice.unit
+        x = self.lifted(state, images.to(state.sums))
+        of = None if groups is None else rows_by_group(groups.to(labels))
+        return choice.fit(features).left_out(x, labels, torch.tensor([kappa]), rho, omega, of)[0] / choice.unit
 
     def fitted(self, state: State) -> Choice:
         return Choice.of(self, state)
@@ -546,7 +547,8 @@ class Task:
     def named(self, fit: Fit, state: State) -> dict[str, Tensor]:
         """Return `by_text` and `shown` with the losses of images by the texts alone, at least two of each class."""
         rows = in_turn(self.labels, max(MOST_JUDGED, 2 * int((self.inside(state) > 0).sum())), self.groups)
-        losses = fit.text_losses(self.x[rows], self.labels[rows], self.weights(state, rows)[rows], USUAL_RHO)
+        grid = OMEGAS, SCALES, WRONG
+        losses = fit.text_losses(self.x[rows], self.labels[rows], self.weights(state, rows)[rows], USUAL_RHO, grid)
         of = None if self.groups is None else self.groups[rows]
         apart = groups_of_classes(self.labels[rows], of, state.classes)  # photographs of one item are one observation
         here = (self.inside(state) > 0).to(state.device)

@@ -15,11 +15,11 @@ from dulbe_peft.classifiers.keeping import takes
 from dulbe_peft.classifiers.lda import LdaClassifier, LdaRule
 from dulbe_peft.classifiers.leaving import Left, choose
 from dulbe_peft.classifiers.state import Layout, State, shared
-from dulbe_peft.classifiers.text_prior import WRONG
 from dulbe_peft.utils.settings import Positive
 
 ALPHAS = [10.0 ** (exponent / 3) for exponent in range(-9, 7)]
 TEMPERATURES = [2.0**exponent for exponent in range(-2, 8)]
+WRONG = tuple(0.9 * (step / 10) ** 2 for step in range(11))  # shares of wrong labels
 ONE_IMAGE = 0.18  # alpha if no image can be left out; chosen on training images of three streams
 
 

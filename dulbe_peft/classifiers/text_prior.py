@@ -80,14 +80,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dulbe_peft.classifiers.calibration import WRONG as SHARES
 from dulbe_peft.classifiers.calibration import log_likelihoods
 from dulbe_peft.classifiers.covariance import ROUNDING, solved, without_group
 
-OMEGAS = (0.0, 0.25, 0.5, 0.75, 1.0)
-# Scales of the scores by texts alone; at 0 all classes are equally likely.
-SCALES = (0.0, *(2.0 ** (half / 2) for half in range(-8, 8)))
-WRONG = SHARES[::3]  # shares of wrong labels; together with other settings, fewer of them are compared
+# Values of omega, of the scale of the scores by texts alone, and of the share of wrong labels.
+Grid = tuple[Sequence[float], Sequence[float], Sequence[float]]
 # k. With 2, left-out images are classified correctly as often as test images. With 1, as in `lda`, a class that lacks
 # one of two images is confused with others too often, and with 4 too rarely.
 PRIOR_IMAGES = 2.0
@@ -233,18 +230,19 @@ class Fit:
         usual = len(self.counts) / float((1 / self.counts).sum())
         return usual / (usual + kappa)
 
-    def text_losses(self, images: Tensor, labels: Tensor, weights: Tensor, rho: float) -> Tensor:
+    def text_losses(self, images: Tensor, labels: Tensor, weights: Tensor, rho: float, grid: Grid) -> Tensor:
         """Return weighted sums of the log-losses of the images of each class, (n, d), by the texts alone.
 
         Returns:
-            The sums, (C, omegas, scales, wrong).
+            The sums for each value in the grid, (C, omegas, scales, wrong).
         """
         rows, table = images[:, : len(self.centre)] - self.centre, []
-        for omega in OMEGAS:
+        omegas, scales, wrong = grid
+        for omega in omegas:
             texts, offsets = self.by_texts(rho, omega)
             scores = (rows @ texts.T + offsets) / (self.slope(rho) or 1)
-            own = -torch.stack([F.cross_entropy(each * scores, labels, reduction="none") for each in SCALES])
-            each = -log_likelihoods(own, len(self.means), WRONG).to(weights) * weights[:, None]
+            own = -torch.stack([F.cross_entropy(each * scores, labels, reduction="none") for each in scales])
+            each = -log_likelihoods(own, len(self.means), wrong).to(weights) * weights[:, None]
             sums = weights.new_zeros(len(self.means), *each.shape[::2])
             table.append(sums.index_add(0, labels, each.transpose(0, 1)))
         return torch.stack(table, dim=1)
@@ -337,8 +335,8 @@ class ProjectedFit(Fit):
         weights = torch.cat([images[:, : self.width], (1 - share) * texts, images[:, self.width :]], dim=1)
         return weights, offsets
 
-    def text_losses(self, images: Tensor, labels: Tensor, weights: Tensor, rho: float) -> Tensor:
-        return self.by_name.text_losses(self.parts(images)[1], labels, weights, rho)
+    def text_losses(self, images: Tensor, labels: Tensor, weights: Tensor, rho: float, grid: Grid) -> Tensor:
+        return self.by_name.text_losses(self.parts(images)[1], labels, weights, rho, grid)
 
     def terms(self, kind: type[WithoutGroup] | type[LeftOut], images: Tensor, labels: Tensor, rho: float) -> Terms:
         own, named = self.parts(images)

@@ -26,10 +26,9 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.classifiers.drift import linear_map
-from dulbe_peft.classifiers.gda import ALPHAS, TEMPERATURES
+from dulbe_peft.classifiers.gda import ALPHAS, TEMPERATURES, WRONG
 from dulbe_peft.classifiers.leaving import hold_back
 from dulbe_peft.classifiers.ridge import RIDGES
-from dulbe_peft.classifiers.text_prior import WRONG
 from dulbe_peft.training.estimating import left_out_share
 
 JOINT = ["prototype", "lda", "lda fixed", "gda fixed", "ridge fixed", "ranpac fixed", "bayes fixed"]
