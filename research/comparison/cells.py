@@ -28,7 +28,7 @@ from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.task_features import Answers, learn_from_features, read_features
 from dulbe_peft.photos.cost import memory_bytes, trainable_parameters
-from dulbe_peft.photos.data.source import DRAWS, DataSource
+from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.photos.runs.run_settings import validated
 from dulbe_peft.photos.runs.setup import set_up
 from dulbe_peft.streams.retention import zero_shot_retention
@@ -44,6 +44,8 @@ from research.comparison.plan import LAST_TASK, Cell, Row
 
 CELL_FILE, LOCK_FILE = "cell.json", ".comparison.lock"
 TAKEN = "another process is running it"
+# Settings that choose among the images of a data set.
+_DRAWS = ("validation_fraction", "images_per_class", "test_images_per_class", "draw_seed")
 # In the order of the fields of `Answers`.
 _TYPES = {"truth": torch.int32, "predicted": torch.int32, "probability": torch.float32, "task": torch.int32}
 
@@ -256,7 +258,7 @@ def _finished(cell: Cell, folder: Path) -> CellRecord | None:
 def data_fingerprint(settings: dict[str, Any]) -> list[str | None]:
     """Return fingerprints of the training images and of the test images of a run's data set."""
     entry = DataSource.of(settings).entry()
-    return _fingerprints(json.dumps({name: value for name, value in entry.items() if name not in DRAWS}))
+    return _fingerprints(json.dumps({name: value for name, value in entry.items() if name not in _DRAWS}))
 
 
 @cache
