@@ -17,6 +17,7 @@ import torch
 from dulbe_peft.utils.extras import installed
 
 T = TypeVar("T")
+ENGINES = ("local", "dask", "ray")
 _making = threading.Lock()
 
 
