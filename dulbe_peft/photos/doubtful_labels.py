@@ -25,7 +25,8 @@ class Doubt(NamedTuple):
     """An image or item whose label is doubtful, its predicted class, and the probabilities of label and this class.
 
     `image` is the first of `images`, the photographs of the item, of which `alike` look like the predicted class.
-    `wrong` is the probability that the label is wrong, see `classifiers.confusion`.
+    `wrong` is the probability that the label is wrong, for the share of wrong labels and the ends of its interval, see
+    `classifiers.confusion`.
     """
 
     image: int
@@ -34,7 +35,7 @@ class Doubt(NamedTuple):
     probability: float
     images: tuple[int, ...]
     alike: int
-    wrong: float
+    wrong: tuple[float, float, float]
 
 
 class Doubts(NamedTuple):
@@ -168,7 +169,7 @@ def doubtful_labels(
             if (best := int(each.argmax())) != label:
                 alike = sum(int(logs[place[image]].argmax()) == best for image in item if image in place)
                 images = item[0], int(classes[best]), float(each[label]), float(each[best]), item, alike
-                made.append(Doubt(*images, error))
+                made.append(Doubt(*images, (error[0], error[1], error[2])))
         return sorted(made, key=_rank)
 
     of, found, own = judged(items_of(labels, groups))
@@ -179,7 +180,7 @@ def doubtful_labels(
     inside = {image for doubt in here for image in doubt.images}
     further = doubts(*judged([(image,) for item in of if len(item) > 1 for image in item if image not in inside]))
     few = groups is not None and few_items(torch.from_numpy(targets), torch.from_numpy(groups[rows]))
-    return Doubts([*here, *further], None if few else (told.share, told.low, told.high))
+    return Doubts([*here, *further], None if few else told.shares)
 
 
 def _rank(doubt: Doubt) -> tuple[float, int]:

@@ -19,12 +19,13 @@ correction is made.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dulbe_peft.classifiers import confusion
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.bayes import BayesClassifier
 from dulbe_peft.classifiers.class_sums import ClassSums
@@ -41,10 +42,10 @@ from dulbe_peft.classifiers.groups import (
 )
 from dulbe_peft.classifiers.leaving import by_content, in_parts
 from dulbe_peft.encoders.encoder import Encoder
-from dulbe_peft.training.state import Estimates, LearnerState
+from dulbe_peft.training.state import LEAST_WRONG, Estimates, LearnerState
 
+Shares = tuple[float, float, float]  # a share and the ends of its interval
 PARTS = 10  # parts into which images are divided to be left out
-LEAST_WRONG = 0.01  # fewer wrong labels are not told from a few unusual images: flowers with right labels have 0.001
 NORMAL = 1.959964  # the normal quantile for a 95 % interval
 
 
@@ -78,14 +79,32 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
     rows, labels, groups = rows[several], labels[several], None if groups is None else groups.to(labels)[several]
     if not len(rows):
         return now
-    shares = {name: left_out_share(each, rows, labels, groups) for name, each in state.classifiers.items()}
+    left = {name: scores_left_out(each, rows, labels, groups) for name, each in state.classifiers.items()}
     classes = tuple(state.class_names[label] for label in labels.unique().tolist())
-    known = {name: share for name, share in shares.items() if share is not None}
+    known = {name: share_of(scores) for name, scores in left.items() if scores is not None}
     if (wrong := surely_wrong(state.classifiers.values())) is not None:
         known = {name: corrected(share, wrong, len(place)) for name, share in known.items()}
+    few = few_items(labels, groups)
     items = 0 if groups is None else len(groups.unique())
-    facts = {"images": len(rows), "items": items, "few_items": few_items(labels, groups)}
-    return now.model_copy(update=facts | {"classes": classes, "shares": known, "wrong": wrong})
+    facts = {"images": len(rows), "items": items, "few_items": few, "wrong": wrong}
+    facts["doubted"] = None if few else doubted(state.classifiers, left)
+    return now.model_copy(update=facts | {"classes": classes, "shares": known})
+
+
+def doubted(classifiers: Mapping[str, Classifier], left: Mapping[str, "Scores | None"]) -> Shares | None:
+    """Return the share of wrong labels and its interval by `confusion.wrong_labels`, of items if there are groups.
+
+    Only `bayes` is asked. `left` are the scores of all classifiers. None if it has left out no image.
+    """
+    name = next((name for name, each in classifiers.items() if isinstance(each, BayesClassifier)), None)
+    scores = None if name is None else left[name]
+    if name is None or scores is None or not len(scores.labels):
+        return None
+    found = (scores.fewer.cpu().double() / classifiers[name].temperature).softmax(dim=1)
+    labels = scores.labels.cpu()
+    if scores.groups is not None:
+        found, labels = confusion.by_item(found, labels, scores.groups.cpu())
+    return confusion.wrong_labels(found, labels).shares
 
 
 def surely_wrong(classifiers: Iterable[Classifier]) -> tuple[float, float, float] | None:
@@ -143,11 +162,28 @@ def misnamed(state: LearnerState) -> dict[str, Any]:
     return {} if found is None else {"misnamed": tuple(found.misnamed), "exchanged": tuple(found.exchanged)}
 
 
-@torch.no_grad()
 def left_out_share(
     classifier: Classifier, images: Tensor, labels: Tensor, groups: Tensor | None = None
-) -> tuple[float, float, float] | None:
-    """Return the accuracy on left-out learned images, with equal weights for all classes, and its 95 % interval.
+) -> Shares | None:
+    """Return `share_of` the `scores_left_out`, or None if the classifier cannot leave an image out."""
+    left = scores_left_out(classifier, images, labels, groups)
+    return None if left is None else share_of(left)
+
+
+class Scores(NamedTuple):
+    """Two sets of scores of left-out images, (n, C), see `refitted`; the images' labels and groups, (n,)."""
+
+    fewer: Tensor
+    as_many: Tensor
+    labels: Tensor
+    groups: Tensor | None
+
+
+@torch.no_grad()
+def scores_left_out(
+    classifier: Classifier, images: Tensor, labels: Tensor, groups: Tensor | None = None
+) -> Scores | None:
+    """Return the scores of learned images by the classifier as if it had not learned them, if it can leave them out.
 
     Args:
         classifier: The classifier that learned the images.
@@ -155,24 +191,28 @@ def left_out_share(
         labels: (n,), the index of each image's class in `classifier.class_names`; each class must have learned at
             least two images, or an image outside of each group.
         groups: (n,), the groups of the images, which are left out together, or None. All of each group is given.
-
-    Returns:
-        The accuracy and the outer ends of the two Wilson intervals, from 0 to 1, for the effective number of images
-        in classes of unequal size; or None if the classifier cannot leave an image out.
     """
     if isinstance(classifier.rule, ClassSums):
-        scores = refitted(classifier, images, labels, groups)
-        kept = ~scores[0].isnan().any(dim=1)
-        scores = scores[0][kept], scores[1][kept]
-        labels, groups = labels[kept.to(labels.device)], None if groups is None else groups[kept.to(groups.device)]
-    elif (closed := classifier.left_out(images, labels, groups)) is not None:
-        scores = (closed, closed)
-    else:
-        return None
+        fewer, as_many = refitted(classifier, images, labels, groups)
+        kept = ~fewer.isnan().any(dim=1)
+        groups = None if groups is None else groups[kept.to(groups.device)]
+        return Scores(fewer[kept], as_many[kept], labels[kept.to(labels.device)], groups)
+    if (closed := classifier.left_out(images, labels, groups)) is not None:
+        return Scores(closed, closed, labels, groups)
+    return None
+
+
+def share_of(scores: Scores) -> Shares:
+    """Return the accuracy on left-out images, with equal weights for all classes, and its 95 % interval, from 0 to 1.
+
+    The ends are the outer ones of the two Wilson intervals, for the effective number of images in classes of unequal
+    size.
+    """
+    labels, groups = scores.labels, scores.groups
     places, counts = labels.unique(return_inverse=True, return_counts=True)[1:]
     number = counts if groups is None else groups_of_classes(places, groups, len(counts))
     worth, bounds = len(counts) ** 2 / float((1 / number).sum()), []
-    for each in scores:
+    for each in (scores.fewer, scores.as_many):
         right = (each.argmax(dim=1) == labels.to(each.device)).double()
         shares = torch.zeros(len(counts)).to(right).index_add(0, places.to(right.device), right) / counts.to(right)
         bounds.append(wilson(float(shares.mean()), worth))

@@ -51,6 +51,26 @@ def _listed(names: Sequence[str]) -> str:
 
 
 FEW_ITEMS = "too few items to say how many labels are wrong"
+AGREEMENT = "accuracies and estimates with these labels are the agreement with the labels: the accuracy can be higher"
+CORRECTED = (
+    "the estimate is corrected for labels of random classes, and fewer answers agree with the labels; if the wrong "
+    "labels are those of similar classes, the accuracy can be higher"
+)
+LEAST_WRONG = 0.01  # fewer wrong labels are not told from a few unusual images: flowers with right labels have 0.001
+WIDE = 0.05  # if no label is surely wrong, but more than this share can be, only the largest share is told
+
+
+def about_labels(wrong: tuple[float, float, float], items: bool = False, corrected: bool = False) -> list[str]:
+    """Return sentences on the share of wrong labels, of images or items, with the ends of its interval, from 0 to 1.
+
+    `corrected` is whether estimates are corrected for them.
+    """
+    share, low, high = wrong
+    what, unit = ("items' labels", "item") if items else ("labels", "image")
+    if share == 0 and high > WIDE:
+        return [f"at most {100 * high:.1f} % of the {what} are wrong: there are too few {unit}s to say more"]
+    lines = [f"about {100 * share:.1f} % of the {what} look wrong ({100 * low:.1f} to {100 * high:.1f} %)"]
+    return lines + [CORRECTED if corrected else AGREEMENT] * (share > 0)
 
 
 def about_names(misnamed: Sequence[str], exchanged: Sequence[Sequence[str]] = ()) -> list[str]:
@@ -79,7 +99,10 @@ class Estimates(Record):
     few_items: bool = False  # whether these items are too few to tell wrong labels
     classes: tuple[str, ...] = ()
     shares: dict[str, tuple[Fraction, Fraction, Fraction]] = {}  # classifier -> accuracy and its 95 % interval
-    wrong: tuple[Fraction, Fraction, Fraction] | None = None  # share of wrong labels and its interval, if above 0
+    # The shares of wrong labels with their intervals: of those of any class, if above 0, for which `shares` are
+    # corrected, and of those of similar classes, see `classifiers.confusion`, of items if there are groups.
+    wrong: tuple[Fraction, Fraction, Fraction] | None = None
+    doubted: tuple[Fraction, Fraction, Fraction] | None = None
     alike: bool = False  # whether many images look like one another, and no groups were given
     misnamed: tuple[str, ...] = ()  # classes whose name does not describe their images
     exchanged: tuple[tuple[str, str], ...] = ()  # pairs of them whose names describe each other's images
@@ -89,12 +112,9 @@ class Estimates(Record):
         found = []
         if self.shares and len(self.classes) < known:
             found.append(f"the estimate speaks for {len(self.classes)} of {known} classes: {_listed(self.classes)}")
-        if self.wrong is not None:
-            share, low, high = (100 * each for each in self.wrong)
-            found.append(
-                f"about {share:.0f} % of the labels look wrong ({low:.1f} to {high:.1f} %): the estimate is corrected "
-                "for this, and fewer answers agree with the labels"
-            )
+        told = self.doubted if self.doubted is not None and (self.doubted[0] or self.wrong is None) else self.wrong
+        if told is not None and (told[0] >= LEAST_WRONG or self.items):
+            found += about_labels(told, bool(self.items), self.wrong is not None)
         if self.few_items:
             found.append(FEW_ITEMS)
         if self.alike:

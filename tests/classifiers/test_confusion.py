@@ -76,8 +76,11 @@ def test_share_interval_and_wrong_labels_are_those_of_a_literal_search(share):
     p, labels, _ = pairs(share, number=60)
     w, low, high, each = literal(p, labels)
     found = confusion.wrong_labels(p, labels)
-    assert (found.share, found.low, found.high) == pytest.approx((w, low, high), abs=1e-3) and (w > 0) == (share > 0)
-    assert found.of(p, labels).tolist() == pytest.approx(each, rel=1e-9, abs=1e-12)
+    low = max(0.0, min(w, low - confusion.SURE * float((p.argmax(dim=1) != labels).double().mean())))
+    assert found.shares == pytest.approx((w, low, high), abs=1e-3) and (w > 0) == (share > 0)
+    chances = found.of(p, labels)
+    assert chances[:, 0].tolist() == pytest.approx(each, rel=1e-9, abs=1e-12)
+    assert (chances[:, 1] <= chances[:, 0]).all() and (chances[:, 0].sum() < chances[:, 2].sum())
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -85,8 +88,8 @@ def test_share_interval_and_wrong_labels_are_those_of_a_literal_search(share):
 def test_wrong_labels_that_go_to_the_similar_class_are_counted_and_found(seed, temperature):
     p, labels, truth = pairs(0.1, seed=seed)
     found = confusion.wrong_labels(told := (p.log() / temperature).softmax(dim=1), labels)
-    assert found.low < 0.1 < found.high < 0.2
-    wrong, each = labels != truth, found.of(told, labels)
+    assert found.shares[1] < 0.1 < found.shares[2] < 0.2
+    wrong, each = labels != truth, found.of(told, labels)[:, 0]
     assert float(each.sum()) == pytest.approx(float(wrong.sum()), rel=0.4)
     assert (each[wrong] > 0.5).double().mean() > 0.7 and (each[~wrong] > 0.5).double().mean() < 0.02
 
@@ -96,4 +99,17 @@ def test_wrong_labels_that_go_to_the_similar_class_are_counted_and_found(seed, t
 def test_classes_that_are_hard_to_tell_are_no_wrong_labels(seed, sharpness):
     p, labels, _ = pairs(0.0, sharpness=sharpness, seed=seed)
     found = confusion.wrong_labels(p, labels)
-    assert found.share == found.low == 0 and float(found.of(p, labels).max()) == 0
+    assert found.shares[:2] == (0, 0) and float(found.of(p, labels)[:, :2].max()) == 0
+
+
+def test_item_has_the_mean_of_the_log_probabilities_of_its_images():
+    p, labels, _ = pairs(0.0, number=12)
+    groups = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3])  # with labels 0 1 2 3 4 5, so that no two agree
+    labels[:3], labels[6:8] = 4, 2
+    found, own = confusion.by_item(p, labels, groups)
+    items = sorted({*zip(groups.tolist(), labels.tolist(), strict=True)})
+    assert own.tolist() == [label for _, label in items]
+    for row, (group, label) in zip(found, items, strict=True):
+        of = [p[at] for at in range(12) if groups[at] == group and labels[at] == label]
+        means = [math.exp(sum(math.log(each[k]) for each in of) / len(of)) for k in range(6)]
+        assert row.tolist() == pytest.approx([mean / sum(means) for mean in means])

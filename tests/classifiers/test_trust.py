@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from dulbe_peft.classifiers import BayesClassifier, make_classifier
 from dulbe_peft.classifiers.groups import MANY_ALIKE, share_alike
 from dulbe_peft.training.estimating import corrected, estimates_of, surely_wrong
-from dulbe_peft.training.state import Estimates
+from dulbe_peft.training.state import AGREEMENT, CORRECTED, Estimates, about_labels
 
 
 def world(each, classes=12, spread=1.0):
@@ -122,11 +122,28 @@ def test_estimate_is_corrected_for_wrong_labels():
     text = " ".join(said.remarks(3))
     for words in (
         "1 of 3 classes: 'a'",
-        "about 3 % of the labels look wrong (1.0 to 5.0 %)",
+        "about 3.0 % of the labels look wrong (1.0 to 5.0 %)",
+        "the estimate is corrected",
         "--group",
         "does not use them: 'b'",
     ):
         assert words in text
+
+
+def test_share_of_wrong_labels_is_told_with_its_interval_and_accuracies_are_agreement():
+    sure, wide, clean = (0.1, 0.02, 0.28), (0.0, 0.0, 0.26), (0.0, 0.0, 0.006)
+    assert about_labels(sure, items=True) == [
+        "about 10.0 % of the items' labels look wrong (2.0 to 28.0 %)",
+        AGREEMENT,
+    ]
+    assert about_labels(sure, corrected=True)[1] == CORRECTED
+    assert about_labels(wide) == ["at most 26.0 % of the labels are wrong: there are too few images to say more"]
+    assert about_labels(clean) == ["about 0.0 % of the labels look wrong (0.0 to 0.6 %)"]
+    with_items = {"shares": {"bayes": (0.9, 0.8, 1.0)}, "classes": ("a",), "items": 9}
+    assert Estimates(**with_items, doubted=sure).remarks(1) == tuple(about_labels(sure, items=True))
+    assert Estimates(**with_items, doubted=wide).remarks(1) == tuple(about_labels(wide, items=True))
+    assert Estimates(doubted=clean).remarks(1) == (), "photographs with right labels need no sentence"
+    assert CORRECTED in Estimates(doubted=sure, wrong=(0.08, 0.02, 0.2)).remarks(1)
 
 
 @pytest.mark.plain("lda")

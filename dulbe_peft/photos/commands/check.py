@@ -71,7 +71,6 @@ VIEWS = (
     "many photographs look like one another; if they show the same items, give their groups (--group): without them, "
     "the other views of an item make its wrong label look right, and no share of wrong labels can be relied on"
 )
-AGREEMENT = "accuracies and estimates with these labels are the agreement with the labels: the accuracy can be higher"
 CONFIRMED = "; the label is probably wrong"
 NO_DOUBTS = "no image looks more like another class than like its own"
 HEADER = ["split", "path", "finding", "detail", "proposed_class", "probability"]
@@ -203,7 +202,7 @@ def _doubtful(
     from dulbe_peft.classifiers.groups import MANY_ALIKE, examples_alike, share_alike
     from dulbe_peft.photos.data.inventory import Found
     from dulbe_peft.photos.doubtful_labels import doubtful_labels, items_of, misnamed_classes, try_swapped_labels
-    from dulbe_peft.training.state import FEW_ITEMS, about_names
+    from dulbe_peft.training.state import FEW_ITEMS, about_labels, about_names
 
     names = next(iter(parts.values())).class_names
     features = np.concatenate([learner.image_embeds(part).cpu().numpy() for part in parts.values()])
@@ -222,7 +221,7 @@ def _doubtful(
         named = group_names.get(int(alone[doubt.image])) if several and alone is not None else None
         views = f"{doubt.alike} of {len(images)} photographs look" if several else "looks"
         why = f"{views} like {printable(other)!r}, not like {printable(label)!r} (probability {doubt.own:.1%})"
-        why += CONFIRMED * (wrong is not None and doubt.wrong > 0.5)
+        why += CONFIRMED * (wrong is not None and doubt.wrong[0] > 0.5)
         rows.append(Doubtful(images, named or images[0].name, why, other, f"{doubt.probability:.4f}"))
     misnamed, exchanged = misnamed_classes(*given, alone)
     shown, lines = (torch.from_numpy(features), torch.from_numpy(labels)), list[str]()
@@ -235,7 +234,7 @@ def _doubtful(
         )
     unit = "image" if alone is None else "item"
     if wrong is not None:
-        lines += _expected(wrong, doubts[:DOUBTFUL], unit)
+        lines += [*about_labels(wrong, alone is not None), *_expected(doubts[:DOUBTFUL], unit)]
     elif alone is not None:
         lines.append(FEW_ITEMS)
     pairs = [(names[one], names[other]) for one, other in exchanged]
@@ -253,17 +252,14 @@ def _listed(doubtful: list[Doubtful]) -> list[str]:
     return lines
 
 
-def _expected(wrong: tuple[float, float, float], first: list[Doubt], unit: str = "image") -> list[str]:
-    """Describe the share of wrong labels, and how many of the first doubtful labels are expected to be errors."""
-    share, low, high = (100 * each for each in wrong)
-    what = "labels" if unit == "image" else "items' labels"
-    lines = [f"about {share:.1f} % of the {what} look wrong ({low:.1f} to {high:.1f} %)"]
-    lines += [AGREEMENT] * (low >= 1)
-    if first:
-        number = sum(doubt.wrong for doubt in first)
-        listed = counted(len(first), "image" if unit == "image" else "finding")
-        lines.append(f"of the first {listed}, about {number:.0f} are expected to have a wrong label")
-    return lines
+def _expected(first: list[Doubt], unit: str = "image") -> list[str]:
+    """Say how many of the first doubtful labels are expected to be errors, with the ends of the interval."""
+    if not first:
+        return []
+    number, low, high = (round(sum(each)) for each in zip(*(doubt.wrong for doubt in first), strict=True))
+    listed = counted(len(first), "image" if unit == "image" else "finding")
+    told = f"at most {high}" if number == 0 < high else f"about {number} ({low} to {high})"
+    return [f"of the first {listed}, {told} are expected to have a wrong label"]
 
 
 def _reliability(trial: Trial | None, unit: str = "image") -> list[str]:

@@ -49,8 +49,7 @@ def report(
     if len(folders) == 1:
         run = read_run(folders[0])
         best, _ = chosen(run)
-        flags = {"format": "transformers", "classifier": best if best != run.first else None}
-        print_next_command("export", folders[0], f"{folders[0]}-export", **flags, to=to)
+        print_next_command("predict", folders[0], "PHOTOS", classifier=best if best != run.first else None, to=to)
 
 
 def _contact_sheet(tables: tuple[str, ...], output: str | None, *others: str | None) -> None:

@@ -255,15 +255,14 @@ def _notes(parts: Parts, keys: Mapping[str, Sequence[str | None]]) -> list[str]:
             owners[key].add(label)
     if mixed := [key for key, labels in owners.items() if len(labels) > 1]:
         notes.append(f"{counted(len(mixed), 'group')} with images of several classes, such as {printable(mixed[0])!r}")
-    texts = np.array([key if key is not None else f"\0{index}" for index, key in enumerate(keys[split])])
-    single = [
-        train.class_names[label]
-        for label in np.unique(train.labels[train.labels >= 0])
-        if (train.labels == label).sum() > 1 and len(set(texts[train.labels == label])) == 1
-    ]
-    if single:
-        notes.append(
-            f"all training images of {counted(len(single), 'class')} are in one group, such as "
-            f"{printable(single[0])!r}: for estimates, that is like a single image"
-        )
     return notes
+
+
+def in_one_group(images: LabelledImages, keys: Sequence[str | None]) -> list[str]:
+    """Return the classes with several images, all of which are in one group, given the names of their groups."""
+    texts = np.array([key if key is not None else f"\0{index}" for index, key in enumerate(keys)])
+    return [
+        images.class_names[label]
+        for label in np.unique(images.labels[images.labels >= 0])
+        if (images.labels == label).sum() > 1 and len(set(texts[images.labels == label])) == 1
+    ]

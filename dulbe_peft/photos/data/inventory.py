@@ -66,6 +66,7 @@ class Inventory:
     group_names: dict[int, str] = field(
         default_factory=dict
     )  # number of a group in `LabelledImages.groups` -> its name
+    single: list[str] = field(default_factory=list)  # classes whose images are all in one group
     pictures: Pictures = field(default_factory=dict)  # what was seen of the images whose pictures were compared
 
     @property
@@ -103,7 +104,7 @@ class Inventory:
         """Return lines on duplicates, unreadable images (at most `most`), files left out, guesses and rare classes.
 
         What harms most comes first: images that are in the training and in the test images. Nothing is said about
-        classes in `known` that are rare here.
+        classes in `known` that are rare, or in one group, here.
         """
         lines = []
         for kind, is_of_kind in _KINDS.items():
@@ -120,7 +121,13 @@ class Inventory:
             examples = {why: path for path, why in reversed(self.left_out)}
             lines += ["", f"left out: {len(self.left_out)}"]
             lines += [f"  {n:>6}  {why}, such as {printable(examples[why])}" for why, n in numbers.most_common()]
-        for sentences in (self.notes, self.blank):
+        notes = [*self.notes]
+        if single := [name for name in self.single if name not in known]:
+            notes.append(
+                f"all training images of {counted(len(single), 'class')} are in one group, such as "
+                f"{printable(single[0])!r}: for estimates, that is like a single image"
+            )
+        for sentences in (notes, self.blank):
             lines += ["", *map(printable, sentences)] if sentences else []
         for split, counts in list(self.counts.items())[:1]:
             rare = [

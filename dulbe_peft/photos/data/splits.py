@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dulbe_peft.data.images import LabelledImages, labelled_images
-from dulbe_peft.photos.data.grouping import Parts, grouped
+from dulbe_peft.photos.data.grouping import Parts, grouped, in_one_group
 from dulbe_peft.photos.data.inventory import Inventory
 from dulbe_peft.photos.data.looking import (
     SAMPLE,
@@ -76,9 +76,11 @@ class Opened(NamedTuple):
             for number, key in zip(numbers, of, strict=True)
             if key is not None
         }
+        first = next(iter(names), None)
+        single = [] if first is None else in_one_group(parts[first], names[first])
         for images in parts.values():
             images.columns = {}  # a table of a million rows would travel to every worker that reads images
-        return self._with(parts, notes=[*self.inventory.notes, *notes], group_names=named)
+        return self._with(parts, notes=[*self.inventory.notes, *notes], group_names=named, single=single)
 
     def held_out(self, fraction: float, split: str) -> "Opened":
         """Hold out a share of the training images as the test split, which is called `split`."""

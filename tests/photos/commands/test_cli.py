@@ -83,7 +83,7 @@ def test_run_follows_the_recommended_defaults(folders, tmp_path, capsys, monkeyp
     assert "lda" in Path("model/README.md").read_text()
     assert next_command(capsys.readouterr()) == "serve out --device cpu --no-progress"
     assert main(["report", "out"]) == 0
-    assert next_command(capsys.readouterr()) == "export out out-export --format transformers"
+    assert next_command(capsys.readouterr()) == "predict out PHOTOS"
 
 
 def test_run_evaluate_and_export_work_together(folders, tmp_path, capsys, monkeypatch):

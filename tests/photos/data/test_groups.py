@@ -147,9 +147,11 @@ def test_groups_in_both_splits_and_classes_of_one_group_are_reported(tmp_path):
     places = ("train/ant/x/1", "train/ant/x/2", "train/bee/y/1", "train/bee/z/1", "test/ant/x/3")
     for number, place in enumerate(places):
         photo(tmp_path / "data" / f"{place}.jpg", number)
-    notes = " ".join(opened(tmp_path / "data", group="folder")[2].notes)
+    inventory = opened(tmp_path / "data", group="folder")[2]
+    notes = " ".join(inventory.problems())
     assert "1 group in training and test images, such as 'ant/x', so the accuracy is too optimistic" in notes
     assert "all training images of 1 class are in one group, such as 'ant'" in notes
+    assert "in one group" not in " ".join(inventory.problems(known=["ant"])), "further images of it were learned"
 
 
 def test_group_of_several_classes_is_on_one_side():
