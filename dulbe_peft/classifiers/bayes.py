@@ -191,8 +191,8 @@ class BayesRule(ClassSums):
         """Add the losses of a task's images to the tables of `Choice`; return scores as if each were not learned.
 
         An image is left out together with its group. The image of a class with a single image, or group, cannot be
-        left out. Other classes stand for such classes: the same share of the task's other classes is reduced to one
-        image, or group, each, and their remaining images are scored.
+        left out. The `lone_classes` stand for such classes: each of them is reduced to one image, or group, and its
+        remaining images are scored.
         """
         if state.classes < 2:
             return state, None
@@ -643,15 +643,19 @@ class Scorer:
 
     def scores(self, choice: Choice, features: int, kappas: Tensor, rho: float, omega: float) -> Tensor:
         """Return the scores, (kappas, n, C), float32, of each image without its group."""
-        x, labels, groups, found = self.task.x, self.task.labels, self.task.groups, []
-        if len(self.left) and groups is None:
-            found.append(choice.fit(features).left_out(x[self.left], labels[self.left], kappas, rho, omega))
-        elif len(self.left) and groups is not None:
-            fit = choice.fit(features)
-            found.append(some_without_groups(fit, x, labels, groups, self.left, kappas, rho, omega))
+        found = [self._scores_of_left(choice.fit(features), kappas, rho, omega)] if len(self.left) else []
         if features in self.fits:
-            found.append(self.fits[features].scores(x[self.further], kappas, rho, omega).float())
+            found.append(self.fits[features].scores(self.task.x[self.further], kappas, rho, omega).float())
         return torch.cat(found, dim=1)
+
+    def _scores_of_left(self, fit: Fit, kappas: Tensor, rho: float, omega: float) -> Tensor:
+        """Return the scores of `left` by `Fit.left_out`. A class that lies in one group alone keeps its images."""
+        x, labels, groups = self.task.x, self.task.labels, self.task.groups
+        if groups is None:
+            return fit.left_out(x[self.left], labels[self.left], kappas, rho, omega)
+        of = torch.isin(groups, groups[self.left]) & (fit.counts[labels] > together(labels, groups))
+        found = fit.left_out(x[of], labels[of], kappas, rho, omega, rows_by_group(groups[of]))
+        return found[:, of.cumsum(dim=0)[self.left] - 1]
 
 
 def random_and_linear(
@@ -667,25 +671,6 @@ def projected_random_and_linear(
     """Return scores, (n, C), from unit features, (n, d), their projection by `names` and their random features."""
     named = torch.nn.functional.normalize(z @ names.T, dim=1)
     return torch.cat([z, named, (z @ projection).relu()], dim=1) @ weight.T + bias
-
-
-def some_without_groups(
-    fit: Fit,
-    x: Tensor,
-    labels: Tensor,
-    groups: Tensor,
-    rows: Tensor,
-    kappas: Tensor,
-    rho: float,
-    omega: float,
-) -> Tensor:
-    """Return the scores of `Fit.left_out` of some rows of learned x, (n, d), without their groups.
-
-    A class that lies in one group alone keeps its images.
-    """
-    of = torch.isin(groups, groups[rows]) & (fit.counts[labels] > together(labels, groups))
-    found = fit.left_out(x[of], labels[of], kappas, rho, omega, rows_by_group(groups[of]))
-    return found[:, of.cumsum(dim=0)[rows] - 1]
 
 
 class BayesClassifier(Classifier, rule=BayesRule):
