@@ -1,6 +1,6 @@
 """The forms of what a saved adapter's files say about it; `config` reads and writes them."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -26,7 +26,7 @@ class SavedFacts(Record):
     sha256: str
 
 
-def checked(kind: type[RecordType], content: Any, what: str) -> RecordType:
+def checked(kind: type[RecordType], content: object, what: str) -> RecordType:
     """Return the content as a record. If it does not have this form, raise a `ValueError` that names `what`."""
     try:
         return kind.model_validate(content)

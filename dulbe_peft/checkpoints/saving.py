@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import CommitInfo
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 
 from dulbe_peft.checkpoints import learner_file
@@ -88,7 +89,7 @@ def push(
     results: Results | Mapping[str, object] | str | Path | None,
     dataset_name: str | None,
     **commit: Any,
-) -> Any:
+) -> CommitInfo:
     """See `ClassIncrementalLearner.push_to_hub`."""
     commit = {"commit_message": "Upload class-incremental learner", **commit}
     if isinstance(results, (str, Path)):

@@ -21,6 +21,8 @@ from dulbe_peft.utils.tensors import has_values
 from dulbe_peft.utils.torch_settings import float32_by_default
 
 if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo
+
     from dulbe_peft.classifiers.calibration import TaskNovelty, TaskTemperature
     from dulbe_peft.classifiers.saved import ExtraState
 
@@ -272,7 +274,7 @@ class Kept(nn.Module):
             classifier.rule.fitted(classifier.state).keep(solved=solved)
         return classifier.eval()
 
-    def push_to_hub(self, repo_id: str, *, commit_message: str | None = None, **options: Any) -> Any:
+    def push_to_hub(self, repo_id: str, *, commit_message: str | None = None, **options: Any) -> CommitInfo:
         """Upload the files of `save_pretrained` to a repository on the Hub, which is created if it does not exist.
 
         `options` are the arguments `private`, `token`, `revision` and `create_pr` of huggingface_hub.

@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from PIL import ExifTags, Image
 
@@ -62,12 +62,12 @@ class Glances(dict[int, tuple[Glance, object]]):
         return type(self), ()  # other processes make their own
 
 
-def pages_of(opened: Any) -> int:
+def pages_of(opened: Image.Image) -> int:
     """Return the number of pages of an open TIFF, or 1 for other formats."""
     return getattr(opened, "n_frames", 1) if opened.format == "TIFF" else 1
 
 
-def time_taken(opened: Any) -> float | None:
+def time_taken(opened: Image.Image) -> float | None:
     """Return when a photograph was taken, in seconds since 1970 by the camera's clock, or None if EXIF lacks it."""
     try:
         exif = opened.getexif().get_ifd(ExifTags.IFD.Exif)

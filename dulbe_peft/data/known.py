@@ -200,7 +200,7 @@ def _by_class(images: LabelledImages) -> Contents:
     return _grouped([images.class_names[label] for label in images.labels], [content or b"" for content in contents])
 
 
-def _rows(contents: Any) -> list[bytes]:
+def _rows(contents: object) -> list[bytes]:
     """Return the rows of a saved array of contents, (n, 32) in uint8."""
     rows = np.asarray(contents)
     if rows.dtype != np.uint8 or rows.shape[1:] != (32,):

@@ -248,7 +248,7 @@ def _check_row(path: Path, content: dict[str, Any]) -> None:
         )
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     """Return the text of a value; the values of a list are joined by `BETWEEN_VALUES`."""
     if isinstance(value, list) and not any(isinstance(each, (list, dict)) for each in value):
         return BETWEEN_VALUES.join(map(_cell, value))

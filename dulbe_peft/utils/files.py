@@ -52,7 +52,7 @@ def paths_below(folder: Path) -> list[Path]:
     return sorted(Path(here, name) for here, folders, files in walk for name in (*folders, *files))
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     """Write `content` as JSON, with its keys in their order, completely or not at all."""
     with replacing(path) as temporary:
         from pydantic_core import from_json, to_json  # a hundred times faster than json, which indents in Python
@@ -100,7 +100,7 @@ def full_disk(error: BaseException) -> str:
     return f"the disk is full, so {where}: make room, and repeat the command"
 
 
-def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Write a table completely or not at all. A text that looks like a formula to a spreadsheet gets an apostrophe.
 
     A terminal gets the characters that would control it in escaped form. A file with other characters than ASCII
@@ -115,7 +115,7 @@ def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[A
         write_rows(file, header, rows)
 
 
-def write_rows(file: IO[str], header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+def write_rows(file: IO[str], header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Write a table into an open text file, as `write_csv` does."""
 
     def write(line: str) -> None:  # with lineterminator="\n", csv.writer would not quote a cell that contains \r
@@ -137,7 +137,7 @@ def read_csv(path: Path) -> list[list[str]]:
         raise ValueError(f"{path} is not a CSV file in UTF-8: {error}") from error
 
 
-def _guarded(cell: Any) -> Any:
+def _guarded(cell: object) -> object:
     # A text that already has apostrophes before the sign gets one more, because reading removes exactly one.
     return f"'{cell}" if isinstance(cell, str) and cell.lstrip("'").startswith(_FORMULA) else cell
 

@@ -327,7 +327,7 @@ def load_errors(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder} cannot be loaded: {type(error).__name__}: {plain_reason(error)}") from error
 
 
-def json_sha256(content: Any) -> str:
+def json_sha256(content: object) -> str:
     """Return the SHA-256 of `content` as JSON with sorted keys, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

@@ -5,9 +5,12 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import constants
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo
 
 WITHOUT_NETWORK = (
     'the page "What goes wrong" (docs/troubleshooting.md) says how to bring a model to a machine without a network'
@@ -81,7 +84,7 @@ def push(
     revision: str | None = None,
     create_pr: bool = False,
     replaces: Iterable[str] = (),
-) -> Any:
+) -> "CommitInfo":
     """Upload the files that `write(folder, "owner/name")` creates as one commit.
 
     Remote files that match a pattern in `replaces` and are not among the new files are deleted.

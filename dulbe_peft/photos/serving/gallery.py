@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.arguments import Query
-from dulbe_peft.data.decoding import UnreadableImageError, decode_file, stored_bytes
+from dulbe_peft.data.decoding import Source, UnreadableImageError, decode_file, stored_bytes
 from dulbe_peft.data.glance import as_jpeg, thumbnail
 from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import NONE
@@ -133,7 +133,7 @@ def file_of(work: Labelling, key: bytes) -> io.BytesIO:
     return io.BytesIO(stored)
 
 
-def small(file: Any) -> bytes:
+def small(file: Source) -> bytes:
     """Return a photograph as a small JPEG for the list."""
     return as_jpeg(thumbnail(decode_file(file, stored_bytes(file), SIDE)[0], SIDE))
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dulbe_peft.arguments import Query
-from dulbe_peft.data.decoding import decode_image
+from dulbe_peft.data.decoding import Source, decode_image
 from dulbe_peft.data.names import check_class_names, class_key
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.prediction import Answers
@@ -187,7 +187,7 @@ def known_spelling(name: str, known: Iterable[str]) -> str:
     return {class_key(other): other for other in known}.get(class_key(name), name)
 
 
-def jpeg(file: Any) -> bytes:
+def jpeg(file: Source) -> bytes:
     """Return an image as JPEG for the page: upright, and at most 1024 pixels wide and high."""
     image, packed = decode_image(file).copy(), io.BytesIO()
     image.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
