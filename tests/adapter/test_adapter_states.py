@@ -324,7 +324,7 @@ def kit_for(two, folder, tmp_path):
 EVERY = pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if operation is not None])
 
 
-@pytest.mark.plain("begin_task", "fold_task", "scaled", "collect_statistics", "export_lora", "delete_adapter")
+@pytest.mark.plain("fold_task", "scaled", "export_lora")
 @EVERY
 def test_operation_is_right_or_refused_in_every_state(two, folder, tmp_path, name):
     operation, kit = OPERATIONS[name], kit_for(two, folder, tmp_path)

@@ -81,7 +81,7 @@ def cases(operations: int) -> list[tuple[int, OSError]]:
     return [(at, OSError(number, os.strerror(number))) for at, number in chosen]
 
 
-@pytest.mark.plain("save", "load", "export", "report")
+@pytest.mark.plain("save", "load")
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_failed_file_operation_is_named_and_the_repeated_call_succeeds(beginning, tmp_path, name, capsys):

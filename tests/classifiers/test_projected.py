@@ -96,7 +96,7 @@ def test_scores_of_bayes_equal_the_literal_version(each, omega):
     assert (classifier(TESTS) - plain(TESTS)).abs().max() > 0.1
 
 
-@pytest.mark.plain("3-0")
+@pytest.mark.slow
 @pytest.mark.parametrize("each, features", [(3, 0), ([2, 6, 1, 3, 9], 7)])
 def test_choice_of_bayes_minimises_the_loss_of_left_out_images(each, features, tmp_path):
     images, labels = photos(each, noise=1.2)

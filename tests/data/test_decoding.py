@@ -310,6 +310,7 @@ def photograph(mode="RGB", size=(1600, 1200)):
     return Image.fromarray(np.stack(channels, axis=2).astype(np.uint8)).convert(mode)
 
 
+@pytest.mark.plain("RGB-6-False", "CMYK-5-True", "L-8-True")
 @pytest.mark.parametrize("progressive", [False, True])
 @pytest.mark.parametrize(("mode", "orientation"), [("RGB", 1), ("RGB", 6), ("RGB", 3), ("L", 8), ("CMYK", 5)])
 def test_large_jpeg_decoded_smaller_shows_the_same(mode, orientation, progressive):

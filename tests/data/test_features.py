@@ -66,6 +66,7 @@ def test_table_contains_the_features_of_the_model(root, table, base):
     assert np.array_equal(np.array(rows["embedding"], dtype=np.float32), features)
 
 
+@pytest.mark.slow
 def test_learning_from_a_table_equals_learning_from_images(root, table, tmp_path):
     for data, run, model in ((root, "images", FROZEN), (table, "table", FROZEN[2:])):
         folder, learned = tmp_path / run, tmp_path / f"{run} learned"
@@ -256,7 +257,7 @@ def run(request, tiny_model, digit_folders, tmp_path_factory):
     return learner, folder
 
 
-@pytest.mark.plain("none", "linear-bridge", "auto-lda")
+@pytest.mark.plain("none", "auto-lda")
 @pytest.mark.parametrize("spec", CLASSIFIERS)
 def test_classifier_trained_on_kept_features_equals_that_of_the_run(run, spec):
     learner, folder = run

@@ -80,6 +80,7 @@ def test_trained_learner_is_exported_with_its_adapter_and_torch_encodes_inside_s
     assert fast.predict(PIXELS) == plain.predict(PIXELS)
 
 
+@pytest.mark.slow
 def test_backend_that_disagrees_with_torch_is_refused_without_force(monkeypatch):
     real = backends.session
 

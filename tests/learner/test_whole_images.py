@@ -19,15 +19,15 @@ from dulbe_peft.encoders.pixels import PixelDataset, jpeg_side
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.streams.run import run_stream
 
-LARGE, SMALL = (1600, 1280), (320, 240)
+LARGE, SMALL = (800, 640), (160, 120)
 CLASSES = ["a", "b"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def half_as_many_pixels_are_enough():
+def fewer_pixels_are_enough():
     """Let small photographs be decoded smaller, because large ones take long."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pixels, "LEAST_SIDE", 640)
+        patched.setattr(pixels, "LEAST_SIDE", 320)
         yield
 
 
@@ -91,7 +91,7 @@ def test_decoded_images_are_used_as_they_are(large):
     [
         ({"do_resize": True, "size": {"shortest_edge": 224}}, 1344),
         ({"do_resize": True, "size": {"height": 384, "width": 384}}, 2304),
-        ({"do_resize": True, "size": {"shortest_edge": 16}}, 640),
+        ({"do_resize": True, "size": {"shortest_edge": 16}}, 320),
         ({"do_resize": False, "size": {"shortest_edge": 224}}, 0),
         ({"do_resize": True, "size": {"shortest_edge": 224, "longest_edge": 448}}, 0),
         ({"do_resize": True, "size": {"max_height": 224, "max_width": 224}}, 0),
@@ -126,6 +126,7 @@ def test_store_keeps_both_kinds_of_features_apart(large, tmp_path):
         assert torch.equal(made.image_embeds(load_data(large)), alone[whole])
 
 
+@pytest.mark.plain("True")
 @pytest.mark.parametrize("whole", [False, True])
 def test_saved_learner_reads_as_it_learned(whole, large, tmp_path):
     learned(whole, large).save_pretrained(tmp_path / "saved")
@@ -220,11 +221,12 @@ def test_table_is_learned_as_it_was_made(flag, large, tmp_path, capsys):
     assert files.predict(str(large / "train"), top_k=2, return_scores=True) == found
 
 
+@pytest.mark.slow
 def test_check_looks_at_labels_with_whole_images(large, monkeypatch):
     monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
     sides, real = [], PixelDataset.read
     monkeypatch.setattr(PixelDataset, "read", lambda self, index: sides.append(self.side) or real(self, index))
-    for flags, expected in ([], 640), (["--whole-images"], 0):
+    for flags, expected in ([], 320), (["--whole-images"], 0):
         sides.clear()
         words = ["check", large, "--check-labels", "--model", "demo", "--device", "cpu", "--no-store", *flags]
         assert main([str(word) for word in words]) == 0

@@ -99,6 +99,7 @@ def test_published_learner_without_statistics_still_has_its_prompts(two_tasks, t
     assert torch.equal(loaded.image_embeds(pixels), learner.image_embeds(pixels))
 
 
+@pytest.mark.plain("l2p:form=tokens,chosen=2", "moe_adapters:bottleneck=4")
 def test_exports_scaling_and_merging_refuse_in_one_sentence(two_tasks, tmp_path):
     learner = two_tasks
     for format in ("lora", "transformers", "onnx", "transformers.js"):
@@ -111,6 +112,7 @@ def test_exports_scaling_and_merging_refuse_in_one_sentence(two_tasks, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.plain("l2p:form=tokens,chosen=2", "moe_adapters:bottleneck=4")
 def test_other_backends_are_refused(two_tasks):
     learner = copy.deepcopy(two_tasks)
     learner.change_settings(replace(learner.args, backend="onnx"))
@@ -118,6 +120,7 @@ def test_other_backends_are_refused(two_tasks):
         learner.image_embeds([IMAGES[0][0]])
 
 
+@pytest.mark.plain("l2p:form=tokens,chosen=2", "moe_adapters:bottleneck=4")
 def test_encoding_is_made_again_only_if_its_tensors_change(two_tasks):
     state = copy.deepcopy(two_tasks).state
     first = state.encoding

@@ -27,6 +27,7 @@ def block_indices(names):
     return {int(index) for name in names for index in re.findall(r"\.layers\.(\d+)\.", name)}
 
 
+@pytest.mark.slow
 def test_program_of_the_page_for_lora_users_trains_saves_and_exports(elsewhere):
     namespace: dict = {"__name__": "__main__"}
     for number, (_, _, code) in enumerate(blocks(FROM_LORA, "python"), 1):

@@ -156,6 +156,7 @@ def test_parts_of_the_readme_on_pages_match_it():
     assert {page: OUTPUTS["with_readme"](text) for page, text in pages.items()} == pages  # docs/generate.py readme
 
 
+@pytest.mark.slow
 def test_reference_pages_match_the_code():
     with_reference = runpy.run_path(str(ROOT / "docs" / "describe.py"))["with_reference"]
     pages = {page: text_of(page) for page in PAGES if "/reference/" in page}

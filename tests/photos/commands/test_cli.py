@@ -112,6 +112,7 @@ def test_run_evaluate_and_export_work_together(folders, tmp_path, capsys, monkey
     assert f"relative error {report['relative_error']:.2e} over all layers" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_strategies_and_classifiers_are_flags(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base = ["run", "--model", MODEL, "--data", str(folders), "--increment", "2", *MACHINE]

@@ -58,6 +58,7 @@ def assert_alike(actual, expected, photos, names=("bayes", "lda", "prototype")):
         assert {n: sorted(of) for n, of in known[0].items()} == {n: sorted(of) for n, of in known[1].items()}
 
 
+@pytest.mark.slow
 def test_renamed_class_equals_one_learned_under_the_new_name(photos, june, run, tmp_path, capsys):
     before = content(june)
     assert loaded(june).classifiers["bayes"].settings()["kappa"] == 4, "the given setting is kept"

@@ -49,6 +49,7 @@ def run(photos, *more: str) -> int:
     return main(["run", "--model", str(demo_model_folder()), "--data", str(photos), *QUICK, *more])
 
 
+@pytest.mark.slow
 def test_unreadable_images_are_left_out_or_with_strict_stop_a_run(photos, tmp_path, capsys):
     bad, out = photos / "train" / "two" / "1.png", str(tmp_path / "out")
     bad.write_bytes(bad.read_bytes()[:60])
@@ -204,6 +205,7 @@ def test_doubtful_labels_are_ranked_as_by_cleanlab():
     assert [doubt.image for doubt in found] == wrong and len(wrong) >= 9
 
 
+@pytest.mark.plain("True")
 @pytest.mark.parametrize("similar", [False, True])
 def test_first_doubtful_labels_say_how_many_of_them_are_wrong(similar):
     """A tenth of the labels go to one other class each, 0 and 1, 2 and 3, ..., or to any."""
@@ -297,6 +299,7 @@ def test_item_with_a_wrong_label_is_found_if_its_views_are_left_out_together():
     )
 
 
+@pytest.mark.slow
 def test_check_lists_items_with_a_wrong_label_first(digit_folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
     digits, kinds, table, page = digit_folders(3, 20, 0), tmp_path / "kinds", tmp_path / "t.csv", tmp_path / "p.html"
@@ -471,7 +474,7 @@ def test_run_reads_and_decodes_every_image_once(photos, tmp_path, counted_reads)
     assert read == decoded == dict.fromkeys(files, 1)
 
 
-@pytest.mark.plain("lora")
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["dulbe", "lora"])
 def test_trained_run_and_learn_and_evaluate_decode_every_image_once(photos, tmp_path, counted_reads, strategy):
     """They keep the pixel values of the first look, unless there is too little memory. The results are the same."""

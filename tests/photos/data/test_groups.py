@@ -238,7 +238,7 @@ def test_groups_reach_the_tasks_and_the_record_of_a_run(items, tmp_path, capsys)
     assert call("evaluate", tmp_path / "out", "--data", items, "--group", "pot") == 2
 
 
-@pytest.mark.plain("finished")
+@pytest.mark.slow
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "interrupted"])
 def test_run_with_other_groups_than_before_is_refused_by_name(items, tmp_path, capsys, finished):
     out, named = tmp_path / "out", ["--group", "folder"]
