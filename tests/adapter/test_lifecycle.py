@@ -96,7 +96,7 @@ def both(first, second):
         yield
 
 
-@pytest.mark.plain("held_weights", "scaled", "previous_task")
+@pytest.mark.plain("held_weights", "scaled")
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("verb", VERBS)
@@ -277,7 +277,7 @@ def test_copy_that_somebody_else_wrote_loads_without_a_digest(tiny_clip, tmp_pat
     torch.testing.assert_close(image_features(loaded), expected[0], rtol=bound, atol=bound)
 
 
-@pytest.mark.plain("None", "1.5")
+@pytest.mark.plain("None")
 @pytest.mark.filterwarnings("ignore:You have passed exclude_modules")
 @pytest.mark.parametrize("value", [None, [], {}, [None], {"a": None}, "x", 1.5, True], ids=repr)
 def test_value_of_another_kind_in_the_configuration_is_named_or_changes_nothing(tiny_clip, tmp_path, value):

@@ -230,7 +230,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.plain("no gradients", "float64", "autocast")
+@pytest.mark.plain("float64", "autocast")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_global_torch_settings_change_no_result(usual, learner, name, tmp_path):
     expected, state, later = usual

@@ -34,6 +34,7 @@ def texts(X, y):
     return {label: X[y == label][:3].mean(axis=0) for label in np.unique(y).tolist()}
 
 
+@pytest.mark.plain("lda", "bayes:features=0")
 @pytest.mark.parametrize("spec", ["lda", "bayes:features=0", "gda:alpha=0.5", "text"])
 def test_estimator_equals_the_classifier_for_labels_of_any_type(digits, spec):
     X, numbers, words = digits

@@ -7,6 +7,7 @@ import re
 import struct
 import warnings
 import zlib
+from functools import cache
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -302,6 +303,7 @@ def test_every_listed_suffix_can_be_decoded(tmp_path, suffix):
         decode_image(path)
 
 
+@cache
 def photograph(mode="RGB", size=(1600, 1200)):
     """Return a smooth picture without symmetry, so that a wrong turn or scale would show."""
     width, height = size

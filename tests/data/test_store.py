@@ -252,7 +252,7 @@ def spoil(kind, path):
         path.write_bytes(path.read_bytes()[:20000])
 
 
-@pytest.mark.plain("text", "cut")
+@pytest.mark.plain("cut")
 @pytest.mark.parametrize("kind", ["text", "foreign", "future", "folder", "cut", "network"])
 def test_unusable_store_gives_one_warning_and_is_left_unchanged(
     kind, photos, plain, tmp_path, monkeypatch, capsys, reads

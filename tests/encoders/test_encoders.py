@@ -98,6 +98,7 @@ def features(model, model_type):
         return [images, unit_text_embeds(base, tokenize(processor, PROMPTS, base))] if has_text(base) else [images]
 
 
+@pytest.mark.plain("clip", "gemma", "siglip2")
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -148,6 +149,7 @@ def test_loaded_siglip_processor_returns_no_mask(tmp_path):
     assert torch.equal(inputs["input_ids"], tokenize(processor, PROMPTS, model)["input_ids"])
 
 
+@pytest.mark.plain("clip", "siglip2", "altclip", "dinov3_vit")
 @pytest.mark.parametrize("model_type", EVERY)
 def test_image_features_equal_transformers_also_without_a_saved_image_processor(folders, tmp_path, model_type):
     model, processor = load_dual_encoder(folders[model_type])
@@ -218,6 +220,7 @@ def test_learner_refuses_incomplete_models_and_processors():
             ClassIncrementalLearner(given, beside, args=LearnerArguments(**QUICK, **settings))
 
 
+@pytest.mark.plain("clip", "siglip2", "vit")
 @pytest.mark.parametrize("model_type", EVERY)
 def test_default_targets_are_keys_values_and_mlp_of_the_blocks(model_type):
     block, names = VISION[model_type]

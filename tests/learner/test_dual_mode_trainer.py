@@ -250,7 +250,7 @@ def checkpoints(base, tasks, tmp_path_factory):
     return folder
 
 
-@pytest.mark.plain("no optimizer", "half a state", "no manifest")
+@pytest.mark.plain("half a state")
 @pytest.mark.parametrize("damage", INCOMPLETE)
 def test_incomplete_checkpoint_is_skipped_and_reported(base, tasks, whole, checkpoints, tmp_path, capsys, damage):
     folder = shutil.copytree(checkpoints, tmp_path / "out")
@@ -349,6 +349,7 @@ def test_adapter_of_any_name_is_trained_saved_resumed_and_loaded(base, tasks, wh
         trainer.learner.predict(images_of(0)[0][0])
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_equals_larger_batches(base, tasks, tmp_path):
     """The structure loss is switched off, because its softmax over the images of a batch depends on the batch size."""
     parts = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}

@@ -24,6 +24,7 @@ SPECS = {
 FEW = ("dualprompt",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "classifier"),
     [(s, c) if s in FEW else pytest.param(s, c, marks=pytest.mark.slow) for s, c in SPECS.items()],

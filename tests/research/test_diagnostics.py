@@ -233,6 +233,7 @@ def test_every_supported_encoder_has_relevance_maps(model_type):
     assert maps.shape == (1, 2, 2, 2) and maps.abs().amax() > 1e-3
 
 
+@pytest.mark.slow
 def test_figures_command_writes_all_figures_and_their_numbers(trained, tmp_path, capsys):
     learner, folder, _ = trained
     out = tmp_path / "pictures"

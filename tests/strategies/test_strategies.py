@@ -59,7 +59,7 @@ def make_learner(name, **adapter):
     return tiny_learner(SPECS.get(name, name), tuple(few), adapter, drift="linear", epochs=2)
 
 
-@pytest.mark.plain("dulbe", "o_lora")
+@pytest.mark.plain("dulbe")
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in sorted(STRATEGIES)]
 )
@@ -139,6 +139,7 @@ def test_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
     assert [name for name in whole if whole[name] != stopped.get(name)] == [] and "adapter_model.safetensors" in whole
 
 
+@pytest.mark.slow
 def test_second_strategy_of_the_example_keeps_a_memory_that_restrains_the_next_task(tmp_path, monkeypatch):
     monkeypatch.setattr(STRATEGIES, "_classes", dict(STRATEGIES._classes))
     exec(text_of("examples/own_strategy.py"), {"__name__": "example"})

@@ -173,9 +173,8 @@ def test_images_learned_in_another_precision_are_not_forgotten(photos, june, tmp
         loaded(tmp_path / "saved").forget_images(file)
 
 
-@pytest.mark.parametrize(
-    ("label", "again"), [("two", True), ("three", False), pytest.param("two", False, marks=pytest.mark.slow)]
-)
+@pytest.mark.plain("three")
+@pytest.mark.parametrize(("label", "again"), [("two", True), ("three", False), ("two", False)])
 def test_keyword_in_a_learned_photograph_does_not_make_it_new(photos, run, tmp_path, capsys, label, again):
     june = run(some(photos, tmp_path / "june", DIGITS[:4]), tmp_path / "june-run")  # fills the store of this test
     july = some(photos, tmp_path / "july", ["four"])

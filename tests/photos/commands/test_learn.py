@@ -283,6 +283,7 @@ def test_task_that_lost_all_its_classes_is_still_counted(base, digits, tmp_path)
     assert loaded.tasks == [(), ("two", "three"), ("four", "five")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_photograph_in_another_folder_than_before_is_moved(digit_folders, tmp_path, capsys, again):
     """The round of the pages: photographs are learned, some are found to be in the wrong folder, and learned again."""

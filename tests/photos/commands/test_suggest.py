@@ -192,6 +192,7 @@ def test_wrong_groups_of_photographs_are_refused(frames, heap, tmp_path, capsys)
         assert why in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_suggest_asks_for_the_groups_of_the_learner(frames, tmp_path, capsys):
     for number in range(5):
         for frame in range(2):

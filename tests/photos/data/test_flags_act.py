@@ -105,6 +105,7 @@ def test_every_field_has_a_value():
     assert VALUES.keys() == {field.name for field in fields(DataSource)} - {"data"}
 
 
+@pytest.mark.plain("folder", "table", "camtrap", "features")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_setting_acts_or_is_refused(data, kind):
     paths, others = data

@@ -32,12 +32,14 @@ def test_paths_images_and_arrays_give_the_same_predictions(images, tmp_path):
     for picture, path in zip(pictures, paths, strict=True):
         picture.save(path)
     first, *others = (ImageClassifier("demo").fit(given, names) for given in (arrays, pictures, list(map(str, paths))))
-    for given in (arrays, pictures, paths):
-        assert all((fitted.predict(given) == first.predict(arrays)).all() for fitted in (first, *others))
+    expected = first.predict(arrays)
+    for given in (pictures, paths):
+        assert all((fitted.predict(given) == expected).all() for fitted in (first, *others))
+    assert all((fitted.predict(arrays) == expected).all() for fitted in others)
     assert first.score(arrays, names) > 0.9 and first.classes_.tolist() == sorted(DIGITS[:4])
     probabilities = first.predict_proba(paths)
     assert probabilities.shape == (40, 4) and np.allclose(probabilities.sum(axis=1), 1, atol=1e-5)
-    assert (first.classes_[probabilities.argmax(axis=1)] == first.predict(arrays)).all()
+    assert (first.classes_[probabilities.argmax(axis=1)] == expected).all()
 
 
 def test_class_names_are_put_into_the_template(images):
