@@ -295,8 +295,8 @@ def test_kept_share_answers_as_the_block_and_after_loading(base, tasks, tmp_path
     assert torch.allclose(unit_image_embeds(merged, pixels)[0], learner.image_embeds(images)[0], atol=1e-5)
 
 
-def test_kept_share_moves_the_names_whose_fit_still_counts(base, tasks):
-    learner = make(base, 1.0, classifiers=("bayes",), adapter={"text_rank": 2})
+def test_kept_share_moves_the_names_whose_fit_still_counts(tasks):
+    learner = make(load_clip("demo"), 1.0, classifiers=("bayes",), adapter={"text_rank": 2})
     learner.learn_task(tasks[0].train)
     bayes = learner.classifiers["bayes"]
     before, known = bayes.text_embeds, bayes.rule.fitted(bayes.state).told
