@@ -49,6 +49,15 @@ PARTS = 10  # parts into which images are divided to be left out
 NORMAL = 1.959964  # the normal quantile for a 95 % interval
 
 
+class Scores(NamedTuple):
+    """Two sets of scores of left-out images, (n, C), see `refitted`; the images' labels and groups, (n,)."""
+
+    fewer: Tensor
+    as_many: Tensor
+    labels: Tensor
+    groups: Tensor | None
+
+
 def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Tensor]) -> Estimates:
     """Estimate the accuracy of every classifier of a state on learned images, as if each had not been learned.
 
@@ -91,17 +100,20 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
     return now.model_copy(update=facts | {"classes": classes, "shares": known})
 
 
-def doubted(classifiers: Mapping[str, Classifier], left: Mapping[str, "Scores | None"]) -> Shares | None:
+def doubted(classifiers: Mapping[str, Classifier], left: Mapping[str, Scores | None]) -> Shares | None:
     """Return the share of wrong labels and its interval by `confusion.wrong_labels`, of items if there are groups.
 
-    Only `bayes` is asked. `left` are the scores of all classifiers. None if it has left out no image.
+    Only `bayes` is asked. `left` are the scores of all classifiers. None if those of `bayes` are of fewer than two
+    classes.
     """
     name = next((name for name, each in classifiers.items() if isinstance(each, BayesClassifier)), None)
     scores = None if name is None else left[name]
-    if name is None or scores is None or not len(scores.labels):
+    if name is None or scores is None:
         return None
-    found = (scores.fewer.cpu().double() / classifiers[name].temperature).softmax(dim=1)
-    labels = scores.labels.cpu()
+    own, labels = scores.labels.cpu().unique(return_inverse=True)  # other classes have no label that could be wrong
+    if len(own) < 2:
+        return None
+    found = (scores.fewer.cpu()[:, own].double() / classifiers[name].temperature).softmax(dim=1)
     if scores.groups is not None:
         found, labels = confusion.by_item(found, labels, scores.groups.cpu())
     return confusion.wrong_labels(found, labels).shares
@@ -168,15 +180,6 @@ def left_out_share(
     """Return `share_of` the `scores_left_out`, or None if the classifier cannot leave an image out."""
     left = scores_left_out(classifier, images, labels, groups)
     return None if left is None else share_of(left)
-
-
-class Scores(NamedTuple):
-    """Two sets of scores of left-out images, (n, C), see `refitted`; the images' labels and groups, (n,)."""
-
-    fewer: Tensor
-    as_many: Tensor
-    labels: Tensor
-    groups: Tensor | None
 
 
 @torch.no_grad()

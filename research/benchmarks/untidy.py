@@ -113,12 +113,13 @@ def similar_labels(task: Task, share: float, pair: bool, generator: torch.Genera
 def strangers(tasks: list[Task], share: float, generator: torch.Generator) -> list[Task]:
     """Return the tasks without the last class, whose images replace a share of those of the class most like it."""
     last, task = len(tasks[-1].classes) - 1, tasks[-1]
+    place = sum(len(each.classes) for each in tasks) - 1  # of the class in the stream, as in `truth`
     labels, truth = torch.tensor(task.y), torch.tensor(task.truth)
     found = (labels == int(alike(task)[last].argmax())).nonzero()[:, 0]
     images, strange = task.train.clone(), task.train[labels == last]
     count = min(round(share * len(found)), len(strange))
     images[found[torch.randperm(len(found), generator=generator)[:count]]] = strange[:count]
-    kept, tested = labels != last, truth != last
+    kept, tested = labels != last, truth != place
     fewer = replace(
         task,
         classes=task.classes[:-1],

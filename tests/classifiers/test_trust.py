@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers import BayesClassifier, make_classifier
 from dulbe_peft.classifiers.groups import MANY_ALIKE, share_alike
-from dulbe_peft.training.estimating import corrected, estimates_of, surely_wrong
+from dulbe_peft.training.estimating import corrected, doubted, estimates_of, scores_left_out, surely_wrong
 from dulbe_peft.training.state import AGREEMENT, CORRECTED, Estimates, about_labels
 
 
@@ -144,6 +144,24 @@ def test_share_of_wrong_labels_is_told_with_its_interval_and_accuracies_are_agre
     assert Estimates(**with_items, doubted=wide).remarks(1) == tuple(about_labels(wide, items=True))
     assert Estimates(doubted=clean).remarks(1) == (), "photographs with right labels need no sentence"
     assert CORRECTED in Estimates(doubted=sure, wrong=(0.08, 0.02, 0.2)).remarks(1)
+
+
+@pytest.mark.plain("lda")
+def test_items_with_wrong_labels_are_told_beside_the_estimate():
+    """Six of 60 items of four frames have the label of another class."""
+    images, labels, _ = clusters(6 * [10], 40)
+    given = labels.clone()
+    given[::10] = (labels[::10] + 1) % 6
+    frames = F.normalize(images.repeat(4, 1) + 0.02 * torch.randn(240, images.shape[1]), dim=1)
+    groups, told = torch.arange(60).repeat(4), []
+    for own in (given, labels):
+        classifier = make_classifier("bayes", images.shape[1], 30.0)
+        classifier.add_classes([f"class {n}" for n in range(6)], frames, own.repeat(4), groups=groups)
+        left = scores_left_out(classifier, frames, own.repeat(4), groups)
+        told.append(doubted({"lda": None, "bayes": classifier}, {"lda": None, "bayes": left}))
+        assert doubted({}, {}) is doubted({"bayes": classifier}, {"bayes": None}) is None
+    wrong, clean = told
+    assert wrong[0] > 0.05 and wrong[1] < 0.1 < wrong[2] and clean[:2] == (0, 0), told
 
 
 @pytest.mark.plain("lda")
