@@ -47,7 +47,7 @@ USUAL_RHO = 0.3
 # 27 on the six that chose it.
 IMAGE_TEMPERATURE = 27.0
 # The standard deviation of log T around the usual T: about that of the best T of these sets. With 1, T follows the 20
-# images of ten classes with two images so closely that the calibration error depends on the draw; tables.md has both.
+# left-out images of ten classes closely, and the calibration error depends on the draw; see research/benchmarks.
 TEMPERATURE_SPREAD = 1 / 3
 # If no class has two images, T is so many times the spread of the scores of wrong classes, per direction. 20 to 22 was
 # best on six sets, and 18 to 20 on six others, which confirm it.

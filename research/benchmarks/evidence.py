@@ -273,6 +273,19 @@ def beside(results: Path, folder: str, figures: str, counts: str = "") -> list[l
     return [["data", "images a class", *columns], *([*key, *row] for key, row in zip(by_line, cells, strict=True))]
 
 
+def constants(results: Path, figures: str, folder: str = "constants") -> list[list[str]]:
+    """Return a line for each stream and value of a constant, with a column for each figure: means over the draws."""
+    by_line: dict[tuple[str, str, str], dict[str, float]] = {}
+    for path in sorted(results.glob(f"{folder}/*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            key = row["stream"], row["counts"], row.get("constant", "")
+            by_line.setdefault(key, {})[row["figure"]] = row["value"]
+    columns = figures.split(";")
+    cells = [[f"{row[name]:.1f}" if name in row else "" for name in columns] for row in by_line.values()]
+    head = ["data", "images a class", "constant", *columns]
+    return [head, *([*key, *row] for key, row in zip(by_line, cells, strict=True))]
+
+
 def estimates(results: Path, classifiers: str, counts: str) -> list[list[str]]:
     """Return a line for each stream and number of images, with "test accuracy / estimate" for each classifier."""
     by_line: dict[tuple[str, ...], dict[str, dict[str, float]]] = {}
@@ -390,5 +403,19 @@ def best_bold(figures: list[float], best: Callable[..., float] | None) -> list[s
 
 
 COMPARISONS = (trained, family, drifts, gaps)  # the tables with the columns of `whole_head`
-_TABLES = (frozen, extremes, untidy, edges, *COMPARISONS, costs, gpu, beside, estimates, errors, order, suggest)
+_TABLES = (
+    frozen,
+    extremes,
+    untidy,
+    edges,
+    *COMPARISONS,
+    costs,
+    gpu,
+    beside,
+    constants,
+    estimates,
+    errors,
+    order,
+    suggest,
+)
 TABLES: dict[str, Any] = {table.__name__: table for table in _TABLES}

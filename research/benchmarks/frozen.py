@@ -9,11 +9,10 @@ Each seed draws the order of the classes and the images. `--counts` takes
     lone4      4 images of each class, but only 1 of every fifth class
     4+4        4 images of each class; from the second task on, each task adds 4 images of every third known class
 
-`--constants` measures everything once with each value of a constant of `bayes`. This repeats the choice of `ADDED`:
+`--constants` measures everything once with each value of a constant of `bayes`; `results/constants` has such choices:
 
-    python -m research.benchmarks.frozen --real real-clip --streams cars cifar10-laion imagenet-even:100 \\
-        --names own none --untidy bare:0.1 --counts 2 --classifiers bayes:features=0 --held-back 2 \\
-        --constants ADDED=0 ADDED=0.1 ADDED=0.15 ADDED=0.25 --out research/benchmarks/results/bare/chosen.json
+    python -m research.benchmarks.frozen --real real-clip --streams cars --untidy bare:0.1 --counts 2 \\
+        --classifiers bayes:features=0 --held-back 8 --names own --constants ADDED=0.1 ADDED=0.15 ADDED=0.2
 """
 
 from __future__ import annotations

@@ -510,6 +510,11 @@ def test_constants_of_bayes_are_measured_with_the_classes_without_a_name(tmp_pat
     assert bare["ADDED=0.5", "a, own names, bare:0.3"] > bare["ADDED=0", "a, own names, bare:0.3"] + 5
     assert bare["ADDED=0.5", "a, no names, bare:0.3"] == bare["ADDED=0", "a, no names, bare:0.3"] > 0
     assert len({row["what"] for row in results}) == len(results)
+    (tmp_path / "constants").mkdir()
+    (tmp_path / "out.json").rename(tmp_path / "constants" / "a.json")
+    head, *shown = evidence.constants(tmp_path, "bare;none")
+    assert head == ["data", "images a class", "constant", "bare", "none"] and len(shown) == len(bare) == 4
+    assert shown[0] == [*("a, own names, bare:0.3", "2", "ADDED=0"), f"{bare['ADDED=0', shown[0][0]]:.1f}", ""]
     for wrong in ("NONE=1", "added=1", "TEMPERATURES=1"):
         with pytest.raises(ValueError, match="must name a number of bayes or text_prior"):
             frozen.main([*options, "--constants", wrong, "--out", str(tmp_path / "out.json")])
