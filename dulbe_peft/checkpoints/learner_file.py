@@ -14,7 +14,7 @@ from dulbe_peft.utils.records import Count, Record, read_record
 class LearnerFile(Record):
     """The contents of the file: a learner's state without its tensors."""
 
-    adapter_name: str = "default"
+    adapter_name: str
     arguments: dict[str, Any]
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None
     base_model: base_models.SavedBase
@@ -52,8 +52,4 @@ def describe(state: LearnerState, local: bool) -> LearnerFile:
 
 def read(folder: Path) -> LearnerFile:
     """Read the file in a folder, inside of `load_errors`."""
-    record = read_record(folder / LEARNER_FILE, LearnerFile)
-    # Learners without these settings have planned each task from all of its images, and kept all of its update.
-    record.arguments.setdefault("update_share", 1.0)
-    record.arguments.setdefault("planning_images", "all")
-    return record
+    return read_record(folder / LEARNER_FILE, LearnerFile)
