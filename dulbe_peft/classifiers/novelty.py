@@ -353,9 +353,11 @@ def roc_interval(tasks: Sequence[TaskNovelty]) -> tuple[float, float] | None:
     from scipy.stats import t
 
     each = [(FADING**age * task.images, task) for age, task in enumerate(tasks[::-1])]
-    area, judged = roc_area(tasks), [(weight, task) for weight, task in each if task.between is not None]
+    area, judged = roc_area(tasks), [(weight, task) for weight, task in each if task.area is not None]
+    if area is None or any(task.between is None for _, task in judged):
+        return None
     freedom = sum(task.classes - 1 for _, task in judged)
-    if area is None or freedom < 1:
+    if freedom < 1:
         return None
     variance = sum(task.between for _, task in judged if task.between) / freedom
     classes = sum(weight for weight, _ in judged) ** 2 / sum(weight**2 / task.classes for weight, task in judged)

@@ -105,13 +105,3 @@ def test_share_is_chosen_from_the_drawn_images(base, tasks):
 def test_impossible_number_is_refused(limit):
     with pytest.raises((ValueError, TypeError), match="planning_images"):
         LearnerArguments(planning_images=limit)
-
-
-def test_learner_without_the_setting_has_planned_from_all_images(base, tmp_path):
-    learner_of(base).save_pretrained(tmp_path)
-    assert learner_file.read(tmp_path).arguments["planning_images"] == 256
-    file = tmp_path / "learner.json"
-    content = json.loads(file.read_text(encoding="utf-8"))
-    del content["arguments"]["planning_images"]
-    file.write_text(json.dumps(content), encoding="utf-8")
-    assert learner_file.read(tmp_path).arguments["planning_images"] == "all"
