@@ -1,6 +1,5 @@
 """Test that a task can be planned, and its share chosen, from some of its images, drawn evenly over its classes."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 from small_runs import learner_of, tasks_of
 
 from dulbe_peft import LearnerArguments
-from dulbe_peft.checkpoints import learner_file
 from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.training.task_trainer import TaskTrainer, drawn_evenly
 
