@@ -121,12 +121,12 @@ def shares(results: Path) -> list[list[str]]:
 
 
 def share_changes(results: Path) -> list[list[str]]:
-    """Return how much the rule changes each accuracy, also with other limits, in points; the mean over the seeds."""
+    """Return the change of each accuracy by the rule, with other limits, and by all, in points: means over seeds."""
     measures = {"names": "value", "never learned": "never_learned"}
     measures |= {f"`{name}`": name for name in ("bayes", "pooled_bridge", "lda")}
     lines = [["", "share", *measures, "seeds"]]
     for stream, cells in _shares(results)[0].items():
-        for share in (AUTO, f"{AUTO}, at most a quarter", f"{AUTO}, no limit"):
+        for share in (AUTO, f"{AUTO}, at most a quarter", f"{AUTO}, no limit", "all"):
             pair = [{s: row for s, row in cells.get(each, {}).items() if "lda" in row} for each in (share, FROZEN)]
             if seeds := pair[0].keys() & pair[1].keys():
                 changes = [_mean(pair[0], seeds, name) - _mean(pair[1], seeds, name) for name in measures.values()]
