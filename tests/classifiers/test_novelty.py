@@ -114,7 +114,6 @@ def test_evidence_is_exact_with_fewer_classes_and_texts_than_directions():
 SPECS = ["lda", "gda", "bayes:features=3", "bayes:exact_forgetting=False,features=0"]
 
 
-@pytest.mark.plain("lda", "bayes:features=3")
 @pytest.mark.parametrize("spec", SPECS)
 def test_novelty_is_the_weighted_sum_of_three_signs_also_after_an_update(spec):
     rows, labels, texts, others = world()

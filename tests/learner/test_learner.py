@@ -122,7 +122,6 @@ def test_two_tasks_equal_a_literal_transcription(base, digits, monkeypatch):
         assert (learner.memory[name] - matrix).norm() < 1e-3 * matrix.norm(), name  # inputs of the trained model
 
 
-@pytest.mark.plain("3.0")
 @pytest.mark.parametrize("weight", [0.5, 3.0])
 def test_gradients_of_a_step_equal_two_literal_calls(base, digits, weight):
     """The step is in the second task, and B is not zero, so that the structure loss has a gradient."""
@@ -172,7 +171,7 @@ def test_cached_and_online_teacher_agree(digits, plain, monkeypatch):
     assert len(calls) == 6  # three epochs of 12 images in batches of 8, only in the second task
 
 
-@pytest.mark.plain("fields0", "fields5")
+@pytest.mark.plain("fields0", "fields3", "fields5")
 @pytest.mark.parametrize(
     "fields",
     [
