@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from taught import NAMED, learned
+from taught import KINDS, NAMED, learned
 
 from dulbe_peft.classifiers import make_classifier
 
@@ -23,6 +23,7 @@ REMOVES = EXACT | named(r"(`\w+`) can also remove an image")
 JOINS = EXACT | named(r"and (`\w+`) can join two classes")
 
 
+@pytest.mark.plain(*KINDS)
 @pytest.mark.parametrize("name", NAMED)
 def test_page_says_which_classifier_can_rename_a_class(name):
     classifier = learned(name, range(4), per_class=20).fork()

@@ -423,6 +423,7 @@ def test_no_photograph_counts_twice(photos, tmp_path, capsys):
     assert again.classifiers["lda"].counts.sum() == 40 + 23
 
 
+@pytest.mark.slow
 def test_old_test_images_are_found_without_the_old_training_images(photos, tmp_path, capsys):
     june = tmp_path / "june"
     shutil.copytree(photos, june)

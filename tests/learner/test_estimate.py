@@ -108,6 +108,7 @@ def test_run_and_report_show_the_estimate_if_there_are_no_test_images(digit_fold
 SPECS = ["lda", "gda:alpha=0.5", "bayes:features=3", "bayes:kappa=4,rho=3,features=0"]
 
 
+@pytest.mark.plain("counts1", "counts2-lda")
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("counts", [[2, 2, 2], [3, 5, 4], [2, 25, 30]])
 def test_left_out_images_are_scored_by_a_classifier_that_has_not_learned_them(spec, counts):

@@ -76,6 +76,7 @@ def test_first_task_encodes_other_images_in_training_only(base, tasks, monkeypat
     assert sum(encoded) == 8
 
 
+@pytest.mark.slow
 def test_all_images_give_the_same_learner_as_more_than_there_are(base, tasks):
     first, second = (learner_of(base, update_share="auto", planning_images=limit) for limit in ("all", 12))
     for learner in (first, second):

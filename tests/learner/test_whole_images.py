@@ -201,7 +201,7 @@ def test_flag_that_does_not_fit_the_learner_is_refused(words, run, large, capsys
     assert "does not fit" not in capsys.readouterr().err
 
 
-@pytest.mark.plain("--whole-images")
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--whole-images", "--no-whole-images"])
 def test_table_is_learned_as_it_was_made(flag, large, tmp_path, capsys):
     pytest.importorskip("pyarrow")

@@ -55,6 +55,7 @@ def commands(page):
     return [shlex.split(parts[1].split("#")[0]) for parts in calls if len(parts) == 2]
 
 
+@pytest.mark.plain("docs/predicting.md", "docs/strategies.md", "docs/reference/adapter.md")
 @pytest.mark.parametrize(
     "page",
     [
@@ -263,6 +264,7 @@ def test_links_between_pages_are_valid(page):
         assert not anchor or anchor in anchors(linked.relative_to(ROOT)), f"{target}#{anchor}"
 
 
+@pytest.mark.slow
 def test_messages_in_troubleshooting_exist_in_the_code():
     """Check that a string in the code contains the message, or that fixed parts of an f-string are a third of it."""
     texts = []

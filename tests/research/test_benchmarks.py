@@ -421,6 +421,7 @@ def test_estimates_of_untidy_folders_speak_for_their_classes_and_leave_out_group
     assert alone.keys() == {"test"}
 
 
+@pytest.mark.slow
 def test_rejection_is_measured_on_untidy_folders():
     rejection, values = MODULES["rejection"], argparse.Namespace(known=0.5, classifier="bayes", increment=3, real=None)
     features, few = blobs(12, 30, spread=0.3) | {"far": None}, "few:1"
@@ -637,6 +638,7 @@ def test_tower_of_a_vit_in_a_clip_gives_the_same_features():
     assert not found[:, 32:].any()
 
 
+@pytest.mark.slow
 def test_known_images_of_a_transplant_are_saved_and_have_their_names(tmp_path):
     texts, names = F.normalize(randn(10, 48, seed=0), dim=1), ["seven", "a", "b", "two", *"cdefgh"]
     np.savez(tmp_path / "imagenet-even.npz", t=texts.numpy(), names=np.array(names))

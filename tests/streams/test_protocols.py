@@ -149,6 +149,7 @@ def test_numbered_folders_are_renamed_in_numeric_order(tmp_path, capsys):
     assert "names.txt: '0' is 'panda', '1' is 'pizza', '10' is 'face', ..." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_run_records_image_resize_and_class_names(digit_folders, tmp_path, capsys, monkeypatch):
     folder = digit_folders(4, 2, 1)
     monkeypatch.chdir(tmp_path)

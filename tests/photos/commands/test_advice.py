@@ -54,6 +54,14 @@ def place(digit_folders, tmp_path_factory):
     return folder
 
 
+@pytest.mark.plain(
+    "predict out heap --exiftool a.csv --coverage 0.7",
+    "evaluate out --data photos --precision float32",
+    "suggest out heap --group folder --count 3",
+    "check photos --leave-out one,two --train-split train",
+    "rename out one eins --output renamed --num-workers 0",
+    "export out exported --precision float32",
+)
 @pytest.mark.parametrize(("call", "kept", "gone"), CALLS, ids=[shlex.join(call) for call, *_ in CALLS])
 def test_advised_command_keeps_the_flags_of_the_call(call, kept, gone, place, capsys, monkeypatch):
     monkeypatch.chdir(place)

@@ -271,6 +271,7 @@ def test_labels_are_resolved_by_the_class_names_of_the_dataset(base, digits):
     assert learner.classifier.counts.tolist() == [8, 8, 6, 12]
 
 
+@pytest.mark.slow
 def test_task_that_lost_all_its_classes_is_still_counted(base, digits, tmp_path):
     learner = taught(base, digits[0], strategy="dulbe")
     for name in ("zero", "one"):

@@ -102,7 +102,7 @@ def damaged(root):
     return words
 
 
-@pytest.mark.plain("learn", "evaluate")
+@pytest.mark.plain("learn")
 @pytest.mark.parametrize("command", READERS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_messages_offer_only_options_that_the_command_has(

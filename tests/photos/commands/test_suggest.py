@@ -79,6 +79,7 @@ def test_suggest_leaves_out_learned_photographs(heap, june, tmp_path, capsys):
         assert why in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_table_is_learned_after_renaming_its_class_column(june, tmp_path, capsys, monkeypatch):
     """The table is not in the working directory, so its paths are absolute."""
     (tmp_path / "tables").mkdir()
@@ -153,6 +154,7 @@ def test_items_are_suggested_once_and_those_with_a_label_last(frames, tmp_path, 
     assert sorted(learned[:3]) == ["item1", "item2", "item4"] and set(learned[3:]) == {"item0", "item3"}
 
 
+@pytest.mark.plain("flags1")
 @pytest.mark.parametrize("flags", [["--group", "folder"], ["--group-seconds", 1]])
 def test_table_of_suggestions_tells_the_same_items_apart_when_it_is_learned(frames, tmp_path, flags):
     """A photograph in the given folder is no item, but its folder in the table is. A table lacks times in between."""

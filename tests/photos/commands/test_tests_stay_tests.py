@@ -83,6 +83,7 @@ def test_corrected_labels_of_tests_are_used_and_counted(photos, tmp_path, capsys
     assert "has nothing to learn" in capsys.readouterr().err, "the correction is kept in the learner"
 
 
+@pytest.mark.slow
 def test_test_that_gets_a_new_class_is_no_longer_a_test_of_the_old_one(photos, tmp_path, capsys):
     out, labels = tmp_path / "out", tmp_path / "fixed.csv"
     assert call("run", "--data", photos, *MODEL, "--output", out, "--test-fraction", "0.25") == 0

@@ -54,6 +54,7 @@ def functions(saved):
     return Featurizer(saved[0]), Predictor(saved[0])
 
 
+@pytest.mark.plain("paths", "arrays", "bytes")
 @pytest.mark.parametrize("form", FORMS)
 def test_all_forms_of_images_give_the_learners_predictions(saved, functions, form):
     batch = {"image": FORMS[form](saved[1]), "id": np.arange(len(saved[1]))}

@@ -34,6 +34,7 @@ def papers(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_run_with_the_settings_of_the_file_becomes_a_row(folder, papers, capsys):
     results = json.loads((folder / "results.json").read_text())["classifiers"]["text"]
     assert main(["verify", "--run", str(folder)]) == 0
