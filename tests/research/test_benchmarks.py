@@ -400,6 +400,9 @@ def test_labels_go_to_similar_classes_and_folders_are_exchanged():
     own = [row.tobytes() for row, y in zip(clean[0].train.numpy(), clean[0].y, strict=True) if y == last]
     found = [y for row, y in zip(strange.train.numpy(), strange.y, strict=True) if row.tobytes() in own]
     assert found == 6 * [partner[last]] and last not in strange.y and last not in strange.truth
+    two = frozen.draw(features, "12", 3, seed=0)
+    first, second = untidy.untidy("strangers:0.5", features, two, seed=0)[1]
+    assert first.truth == two[0].truth and {*two[1].truth} - {*second.truth} == {5}, "the last class of the stream"
     made = untidy.untidy("bare:0.3", features, clean, seed=0)[0]
     assert (~made["text"].any(dim=1)).nonzero()[:, 0].tolist() == sorted(made["bare"]) and len(made["bare"]) == 2
     nameless = untidy.untidy("bare:0.3", features | {"text": None}, clean, seed=0)[0]
