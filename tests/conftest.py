@@ -58,27 +58,6 @@ def _leave_charts_empty(matplotlib):
     Figure.savefig = savefig
 
 
-@when_imported("dulbe_peft.encoders.loading")
-def _read_small_models_once(loading):
-    """Copy a small model that was read before, unless a file of its folder has changed. Reading takes far longer."""
-    import torch
-
-    load, kept = loading.load_encoder, {}
-
-    @wraps(load)
-    def load_encoder(name, record, *how):
-        files = [(path.name, path.stat()) for path in Path(name).glob("*")]
-        if not 0 < sum(stat.st_size for _, stat in files) < 2**24:
-            return load(name, record, *how)
-        state = frozenset((file, stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in files)
-        key = (name, os.path.realpath(name), state, record.model, how, torch.accelerator.is_available())
-        if key not in kept:
-            kept[key] = load(name, record, *how)
-        return copy.deepcopy(kept[key])
-
-    loading.load_encoder = load_encoder
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Mark as slow the cases that `plain` does not name, and as slow and left out those that `rare` names."""
