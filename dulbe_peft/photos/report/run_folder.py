@@ -8,8 +8,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
+from dulbe_peft.checkpoints import learner_file
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task, task_folders
-from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.checkpoints.restoring import read_known
 from dulbe_peft.data.known import KnownImages
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
@@ -154,7 +154,7 @@ def read_run(folder: str | os.PathLike[str], results: Results | None = None) -> 
     more: dict[str, Any] = {}
     if task is not None:
         newest, manifest = task
-        learner = read_record(newest / LEARNER_FILE, LearnerFile)
+        learner = learner_file.read(newest)
         # A learner that `save_pretrained` wrote belongs to no run and records fewer settings.
         saved = {"strategy": learner.strategy, "adapter": None, "arguments": learner.arguments, "classifiers": {}}
         identity = manifest.notes.get("identity", saved)
