@@ -22,7 +22,7 @@ FROZEN, AUTO = "nothing trained", "`auto`"
 REFERENCE, NOT_MEASURED = "DuLBE", "Not measured."
 # Figures of the docs: name -> file, stream and methods.
 FIGURES = {
-    "frontier": ("handwriting", "16 images, ten tasks", ("frozen", "DuLBE", "LoRA", "merged LoRA", "InfLoRA")),
+    "frontier": ("handwriting", "16 images, ten tasks", ("frozen", "DuLBE", "LoRA", "merged LoRA", "InfLoRA", "SPU")),
 }
 
 
