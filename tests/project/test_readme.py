@@ -316,6 +316,7 @@ def test_counts_in_prose_match_the_registries(word, registry):
     }
     assert pages["CHANGELOG.md"] == pages["CONTRIBUTING.md"] == [str(len(registry))]
     assert {count for counts in pages.values() for count in counts} == {str(len(registry))}
+    assert f"DuLBE, LoRA, {len(STRATEGIES) - 3} others, or `frozen`" in text_of("docs/adapter.md")
 
 
 def test_table_of_defaults_matches_the_code():
