@@ -18,7 +18,8 @@ from research.benchmarks import common, frozen
 from research.benchmarks.untidy import untidy
 
 FIRST = 10  # doubtful labels that `check` shows first
-COUNTED = ("wrong of the first", "said of the first")  # the other figures are in percent
+# The other figures are in percent.
+COUNTED = ("wrong of the first", "said of the first", "low of the first", "high of the first")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -48,8 +49,9 @@ def figures(features: dict[str, Any], counts: str, kind: str, seed: int) -> dict
     doubts, share = doubtful_labels(task.train.numpy(), np.array(task.y), texts, features["scale"])
     said = {} if share is None else dict(zip(("said", "low", "high"), (100 * part for part in share), strict=True))
     first = doubts[:FIRST]
-    counted = sum(wrong[doubt.image] for doubt in first), sum(doubt.wrong for doubt in first)
-    return {"wrong": 100 * float(np.mean(wrong))} | said | dict(zip(COUNTED, counted, strict=True))
+    expected = (sum(doubt.wrong[end] for doubt in first) for end in range(3))
+    counted = dict(zip(COUNTED, (sum(wrong[doubt.image] for doubt in first), *expected), strict=True))
+    return {"wrong": 100 * float(np.mean(wrong))} | said | counted
 
 
 if __name__ == "__main__":

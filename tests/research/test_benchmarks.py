@@ -424,6 +424,14 @@ def test_estimates_of_untidy_folders_speak_for_their_classes_and_leave_out_group
     assert alone.keys() == {"test"}
 
 
+def test_wrong_labels_are_counted_beside_those_that_check_expects():
+    features = blobs(4, 20)
+    clean, exchanged = (MODULES["doubts"].figures(features, "20", kind, 0) for kind in ("none", "labels:0.15"))
+    assert clean["wrong"] == clean["wrong of the first"] == clean["said of the first"] == 0
+    assert exchanged["wrong"] == 15 and exchanged["low"] < exchanged["said"] < exchanged["high"]
+    assert exchanged["wrong of the first"] == 10 and 8 < exchanged["said of the first"] <= 10
+
+
 @pytest.mark.slow
 def test_rejection_is_measured_on_untidy_folders():
     rejection, values = MODULES["rejection"], argparse.Namespace(known=0.5, classifier="bayes", increment=3, real=None)
