@@ -88,9 +88,25 @@ def found(
     results: Path, file: str, stream: str, classifier: str = TEXT, methods: Sequence[str] = ()
 ) -> dict[str, Curve]:
     """Return the curves of a stream in the order of the methods in the file."""
-    every = curves(of_file(results, file), stream, classifier)
     order = read_yaml(FILES / f"{file}.yaml", "comparison")["methods"]
+    records = [record for record in of_file(results, file) if record.stream == stream]
+    every = curves(with_equal_shares(records, methods or list(order)), stream, classifier)
     return {method: every[method] for method in order if method in every and (not methods or method in methods)}
+
+
+def with_equal_shares(records: Sequence[Measured], methods: Sequence[str]) -> list[Measured]:
+    """Return the records of some methods of a stream with the shares of each task's update that all of them have.
+
+    With more shares than the others, a method's curve would be higher for that reason alone. Methods without a choice
+    of shares do not count.
+    """
+    shares: dict[str, set[Any]] = {}
+    chosen = [record for record in records if record.method in methods]
+    for record in chosen:
+        if "update_share" in record.point:
+            shares.setdefault(record.method, set()).add(record.point["update_share"])
+    common = set.intersection(*shares.values()) if shares else set()
+    return [each for each in chosen if each.point.get("update_share") in common or "update_share" not in each.point]
 
 
 @cache
@@ -101,7 +117,7 @@ def of_file(results: Path, file: str) -> tuple[Measured, ...]:
 def figure(results: Path, name: str) -> str:
     """Return a figure of the docs as an SVG file."""
     file, stream, methods = FIGURES[name]
-    records = [record for record in of_file(results, file) if record.method in methods]
+    records = with_equal_shares([each for each in of_file(results, file) if each.stream == stream], methods)
     return frontier_svg(sorted(records, key=lambda record: methods.index(record.method)), stream, REFERENCE)
 
 

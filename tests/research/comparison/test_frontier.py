@@ -13,7 +13,7 @@ from pages import drawn
 
 from research.__main__ import run as main
 from research.benchmarks.common import RESULTS
-from research.benchmarks.curves import FIGURES, REFERENCE, found
+from research.benchmarks.curves import FIGURES, REFERENCE, found, with_equal_shares
 from research.comparison.cells import arguments_of, as_json, read_answers, read_cell
 from research.comparison.compare import ComparisonError
 from research.comparison.frontier import Curve, Place, curves, difference, frontier, hull, not_measured, point_of
@@ -251,6 +251,24 @@ def made_records(**learned):
             other = {"arguments": {}, "images": [], "cpu_seconds": 1.0, "finished": "2026-01-01", "points": points}
             records.append(Measured(**fields, settings=settings, **other))
     return records
+
+
+def test_curves_are_compared_with_the_shares_that_all_their_methods_have():
+    """A share of one method alone is left out, so is a method; a method that chooses no share takes no share away."""
+    records = []
+    for method, shares in {"DuLBE": (1, 0.5, "auto"), "LoRA": (1, "auto"), "merged LoRA": (1,)}.items():
+        for share in shares:
+            made = made_records(**{method: (55, 60)})
+            records += [each.model_copy(update={"point": {"update_share": share}}) for each in made]
+    records += made_records(SPU=(50, 50))
+
+    def kept(*methods):
+        return {(each.method, each.point.get("update_share")) for each in with_equal_shares(records, methods)}
+
+    both = {(method, share) for method in ("DuLBE", "LoRA") for share in (1, "auto")}
+    assert kept("DuLBE", "LoRA", "SPU") == both | {("SPU", None)}
+    assert kept("DuLBE", "LoRA", "merged LoRA") == {(method, 1) for method in ("DuLBE", "LoRA", "merged LoRA")}
+    assert kept("DuLBE") == {("DuLBE", share) for share in (1, 0.5, "auto")}
 
 
 def test_sentence_says_who_is_above_whom_and_where():
