@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from dulbe_peft.adapter.gradients import summed_gradients
 from dulbe_peft.adapter.model import DualModeLoraModel
-from dulbe_peft.adapter.quick_gelu import fast_quick_gelu
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.teaching import ClosingPass, learn_task
 from dulbe_peft.encoders.encoder import CPU_BATCH, Batch, Encoder
@@ -187,10 +186,9 @@ class TaskTrainer:
 
     def take_steps(self) -> None:
         """Measure, plan and train. The trained modes are not folded into the history yet."""
-        with fast_quick_gelu(self.model):
-            self.begin()
-            with self.encoder.profile.phase("train"):
-                self.train()
+        self.begin()
+        with self.encoder.profile.phase("train"):
+            self.train()
         # A NaN from the last step is in no loss, because each loss is computed before its step.
         if not all(p.isfinite().all() for p in self.model.parameters() if p.requires_grad):
             raise ValueError("a weight is NaN or infinite after training: lower the learning_rate")
