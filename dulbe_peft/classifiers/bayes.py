@@ -46,9 +46,6 @@ USUAL_RHO = 0.3
 # T of the images' scores before any image is left out. On eleven sets with one image of each class, 16 to 38 was best;
 # 27 on the six that chose it.
 IMAGE_TEMPERATURE = 27.0
-# The standard deviation of log T around the usual T: about that of the best T of these sets. With 1, T follows the 20
-# left-out images of ten classes closely, and the calibration error depends on the draw; see research/benchmarks.
-TEMPERATURE_SPREAD = 1 / 3
 # If no class has two images, T is so many times the spread of the scores of wrong classes, per direction. 20 to 22 was
 # best on six sets, and 18 to 20 on six others, which confirm it.
 LONE_SPREAD = 20.0
@@ -299,17 +296,16 @@ class Choice(Fitted):
     omega minimises the log-loss of the text classifier alone, at the best of `SCALES`. Only its a, b and S depend on
     the images, so none is left out. The others minimise, over the grid of `KAPPAS`, `RHOS` and `TEMPERATURES`,
 
-        n L(kappa, rho, T, w) + log(kappa / usual)^2 / 2 + log(rho / 0.3)^2 / 2 + 9 log(T / usual)^2 / 2 + v(w)
+        n L(kappa, rho, T, w) + log(kappa / usual)^2 / 2 + log(rho / 0.3)^2 / 2 + log(T / usual)^2 / 2 + v(w)
 
         L: mean of -log((1 - w) p + w (1 - p) / (C - 1)), with p = softmax(score / T) of the label of a left-out image
         v: -log(1 - w), and log(n) / 2 more if w > 0                          n: the effective number of these images
 
     This is a pseudo-likelihood, if a share w of the labels is wrong, with log-normal priors, whose standard deviation
-    is a factor of e, and of e^(1/3) for T. T is also the temperature of `probabilities`. Up to 256 images of each task
-    or update are scored against all classes seen so far; `BayesRule.judged` adds their losses to the tables. A loss
-    has the weight C / n_c, so all classes have the same weight, and later tasks weigh more than earlier ones. The
-    usual kappa follows from how well the texts alone predict the labels, and the usual T from the temperatures of
-    images and of texts.
+    is a factor of e. T is also the temperature of `probabilities`. Up to 256 images of each task or update are scored
+    against all classes seen so far; `BayesRule.judged` adds their losses to the tables. A loss has the weight C / n_c,
+    so all classes have the same weight, and later tasks weigh more than earlier ones. The usual kappa follows from how
+    well the texts alone predict the labels, and the usual T from the temperatures of images and of texts.
 
     T is chosen last, in the order of the properties below: the `usual_temperatures` follow from the sums; `losses` is
     the whole expression, for every setting, T and w; `mode` are the settings with the smallest of these, and
@@ -450,11 +446,11 @@ class Choice(Fitted):
 
     @once
     def losses(self) -> Tensor:
-        """n L + 9 log(T / usual)^2 / 2 + v(w), (features, kappas, rhos, temperatures, wrong)."""
+        """n L + log(T / usual)^2 / 2 + v(w), (features, kappas, rhos, temperatures, wrong)."""
         rule, (total, squares) = self.rule, self.state.judged.tolist()
         each = [[self.usual_temperatures(number, rho, rule.kappas) for rho in rule.rhos] for number in rule.numbers]
         usual = torch.tensor(each).to(self.state.losses).transpose(1, 2)[..., None]
-        away = (torch.tensor(TEMPERATURES).to(usual) / usual).log()[..., None] / TEMPERATURE_SPREAD
+        away = (torch.tensor(TEMPERATURES).to(usual) / usual).log()[..., None]
         return total / squares * self.state.losses + away**2 / 2 + penalties(WRONG, total**2 / squares).to(usual)
 
     @once

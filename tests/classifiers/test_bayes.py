@@ -222,7 +222,7 @@ class Twin:
             for r, rho in enumerate(RHOS):
                 away = np.log(np.array(TEMPERATURES) / self.temperature(kappa, rho, table, common))
                 prior = np.log(kappa / usual) ** 2 / 2 + np.log(rho / 0.3) ** 2 / 2
-                each = count * means[k, r] + 9 * away[:, None] ** 2 / 2 + penalty(count)
+                each = count * means[k, r] + away[:, None] ** 2 / 2 + penalty(count)
                 each = each[:, int(each.min(axis=0).argmin())]
                 found.append((each.min() + prior, kappa, rho, best_temperature(each)))
         return min(found)
@@ -329,8 +329,7 @@ def test_fixed_settings_have_the_temperature_of_left_out_images():
     losses = np.array([sum(-np.log(noisy(p, CLASSES)) for p in each) for each in own]) + penalty(len(left_out))
     losses = losses[:, int(losses.min(axis=0).argmin())]
     usual = twin.temperature(3, 0.2, twin.text_losses(range(len(images))), twin.correlation(0.25))
-    away = np.log(np.array(TEMPERATURES) / usual)
-    close(classifier.temperature, best_temperature(losses + 9 * away**2 / 2), SINGLE)
+    close(classifier.temperature, best_temperature(losses + np.log(np.array(TEMPERATURES) / usual) ** 2 / 2), SINGLE)
     tests = F.normalize(draw(2, 9, DIM), dim=1)
     close(classifier.probabilities(tests), softmax(classifier(tests).numpy() / classifier.temperature, axis=1), 1e-6)
 
