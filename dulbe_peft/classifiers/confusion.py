@@ -16,13 +16,10 @@ If each other class were equally likely, as in `calibration.log_likelihoods`, wr
 would look like images that are hard to tell, and w would be near 0. The confident joint of Northcutt et al. finds
 them, but with right labels it counts the errors of the classifier: 34 % of textures.
 
-On held-out training images of five sets with 8 or 20 images a class, the number of wrong labels expected among the
-first ten doubtful ones is between half and twice the right one in 12 of 14 draws with a tenth of the labels moved to
-the most similar class (3 with equally likely classes), and in 6 of 10 with labels moved to any class (5). In 12 of 14
-clean draws, none is expected (11); of textures, 6 of ten are. `research.benchmarks.doubts` makes such draws: with 8
-images and labels moved to the most similar class, 7.4 and 7.6 are expected of 7 and 7 on CIFAR-10, and **9.9 and 0 of
-4 and 6 on clothes**. The image itself was left out of J after the model had
-failed on textures and photographs, so no further set confirms it.
+`research.benchmarks.doubts` counts wrong labels beside those that are said. On five sets with a tenth of the labels
+wrong, 3 to 10 are expected among the first ten doubtful ones where 5 to 10 are (means of two draws). Single draws can
+be far off: on clothes, 10 and 0 are expected where 5 and 6 are. The image itself was left out of J after the model had
+failed on textures and photographs.
 
 A classifier that is too sure of some confusions looks as if labels were wrong. So the lower end of the interval is
 lowered by `SURE` times the share of the images that look like another class.
