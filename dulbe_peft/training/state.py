@@ -112,7 +112,7 @@ class Estimates(Record):
         found = []
         if self.shares and len(self.classes) < known:
             found.append(f"the estimate speaks for {len(self.classes)} of {known} classes: {_listed(self.classes)}")
-        told = self.doubted if self.doubted is not None and (self.doubted[0] or self.wrong is None) else self.wrong
+        told = max((each for each in (self.wrong, self.doubted) if each is not None), default=None)
         if told is not None and (told[0] >= LEAST_WRONG or self.items):
             found += about_labels(told, bool(self.items), self.wrong is not None)
         if self.few_items:

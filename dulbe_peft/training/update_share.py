@@ -1,8 +1,8 @@
 """Choose how much of what a task changed in the vision tower is kept, update_share="auto".
 
 X, (n, d), are the unit features of the task's images by the model before the task, and T, (C, d), the unit embeddings
-of all seen names, with those of the task, by the same model: the text LoRA is kept whole, and has been trained on
-these images. Before the training, the names are wrong for `wrong` of the images, whose features have not been trained.
+of all seen names, with those of the task, by the same model (the names by the trained text LoRA, which is kept whole,
+would suit these images too well). Before the training, the names are wrong for `wrong` of the images, whose features have not been trained.
 Y are the features of m of the images, at most `IMAGES`, by the trained model, and X_m their features before. All of
 the update moves the features by
 

@@ -144,6 +144,9 @@ def test_share_of_wrong_labels_is_told_with_its_interval_and_accuracies_are_agre
     assert Estimates(**with_items, doubted=wide).remarks(1) == tuple(about_labels(wide, items=True))
     assert Estimates(doubted=clean).remarks(1) == (), "photographs with right labels need no sentence"
     assert CORRECTED in Estimates(doubted=sure, wrong=(0.08, 0.02, 0.2)).remarks(1)
+    more = (0.3, 0.2, 0.4)  # the larger share is told, so a corrected estimate is never without its sentence
+    for doubts in (clean, sure):
+        assert Estimates(doubted=doubts, wrong=more).remarks(1) == tuple(about_labels(more, corrected=True))
 
 
 @pytest.mark.plain("lda")
