@@ -2,9 +2,9 @@
 
 X, (n, d), are the unit features of the task's images by the model before the task, and T, (C, d), the unit embeddings
 of all seen names, with those of the task, by the same model (the names by the trained text LoRA, which is kept whole,
-would suit these images too well). Before the training, the names are wrong for `wrong` of the images, whose features have not been trained.
-Y are the features of m of the images, at most `IMAGES`, by the trained model, and X_m their features before. All of
-the update moves the features by
+would suit these images too well). Before the training, the names are wrong for `wrong` of the images, whose features
+have not been trained. Y are the features of m of the images, at most `IMAGES`, by the trained model, and X_m their
+features before. All of the update moves the features by
 
     moved = (|Y - X_m|^2 / m) / (|T - mean T|^2 / C)
 
