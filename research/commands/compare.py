@@ -10,7 +10,8 @@ import shlex
 from pathlib import Path
 from typing import Literal
 
-from dulbe_peft.photos.commands.options import OVERWRITE, File, Folder, command
+from dulbe_peft.photos.commands.flags import OVERWRITE, File, Folder
+from dulbe_peft.photos.commands.options import command
 from dulbe_peft.photos.commands.paths import FOLDER, claim
 from dulbe_peft.utils.extras import installed
 from dulbe_peft.utils.settings import AtLeastOne, setting

@@ -4,7 +4,8 @@
 Nothing is measured again: a figure is left out if the run did not keep its data.
 """
 
-from dulbe_peft.photos.commands.options import OVERWRITE, Folder, command
+from dulbe_peft.photos.commands.flags import OVERWRITE, Folder
+from dulbe_peft.photos.commands.options import command
 from dulbe_peft.photos.commands.paths import FOLDER, claim
 from dulbe_peft.utils.settings import setting
 

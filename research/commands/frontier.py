@@ -8,7 +8,8 @@ repeating the command continues with the others.
 
 from pathlib import Path
 
-from dulbe_peft.photos.commands.options import OVERWRITE, Folder, command
+from dulbe_peft.photos.commands.flags import OVERWRITE, Folder
+from dulbe_peft.photos.commands.options import command
 from dulbe_peft.photos.commands.paths import FOLDER, claim
 from dulbe_peft.utils.settings import AtLeastOne, setting
 

@@ -7,7 +7,8 @@ The page is a single file that any browser opens, even without a network.
 
 from pathlib import Path
 
-from dulbe_peft.photos.commands.options import OVERWRITE, File, Page, command
+from dulbe_peft.photos.commands.flags import OVERWRITE, File, Page
+from dulbe_peft.photos.commands.options import command
 from dulbe_peft.photos.commands.paths import claim, message_stream
 from dulbe_peft.utils.settings import setting
 

@@ -11,7 +11,8 @@ The exit status is 1 if a number is outside its tolerance, and 2 if a check coul
 from pathlib import Path
 from typing import Literal
 
-from dulbe_peft.photos.commands.options import OVERWRITE, File, Folder, command
+from dulbe_peft.photos.commands.flags import OVERWRITE, File, Folder
+from dulbe_peft.photos.commands.options import command
 from dulbe_peft.photos.commands.paths import claim
 from dulbe_peft.utils.settings import setting
 

@@ -22,18 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.photos.commands.advice import print_next_command
-from dulbe_peft.photos.commands.options import (
-    LABELS,
-    NO_STORE,
-    OVERWRITE,
-    File,
-    Folder,
-    Page,
-    command,
-    data_settings,
-    load_learner,
-    settings_of,
-)
+from dulbe_peft.photos.commands.flags import LABELS, NO_STORE, OVERWRITE, File, Folder, Page
+from dulbe_peft.photos.commands.options import command, data_settings, load_learner, settings_of
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim, message_stream
 from dulbe_peft.photos.data.source import UNLABELLED, DataSource
 from dulbe_peft.photos.runs.setup import data_or_labels

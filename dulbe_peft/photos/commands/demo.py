@@ -6,7 +6,8 @@ you get for your own photographs.
 """
 
 from dulbe_peft.photos.commands.advice import print_next_command
-from dulbe_peft.photos.commands.options import OVERWRITE, command
+from dulbe_peft.photos.commands.flags import OVERWRITE
+from dulbe_peft.photos.commands.options import command
 from dulbe_peft.photos.commands.paths import FOLDER, claim
 from dulbe_peft.utils.settings import setting
 

@@ -19,14 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.arguments import Query, Share
 from dulbe_peft.photos.commands.advice import print_next_command
-from dulbe_peft.photos.commands.options import (
-    DATA,
-    LABELS,
-    Load,
-    command,
-    data_settings,
-    learner_options,
-)
+from dulbe_peft.photos.commands.flags import DATA, LABELS
+from dulbe_peft.photos.commands.options import Load, command, data_settings, learner_options
 from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted, printable

@@ -12,7 +12,8 @@ Each format contains the learner's classifier, and a README.md with the code to 
 import sys
 
 from dulbe_peft.photos.commands.advice import print_next_command
-from dulbe_peft.photos.commands.options import OVERWRITE, Load, command, learner_options
+from dulbe_peft.photos.commands.flags import OVERWRITE
+from dulbe_peft.photos.commands.options import Load, command, learner_options
 from dulbe_peft.photos.commands.paths import FOLDER, claim
 from dulbe_peft.photos.deployment import FORMATS, PRECISIONS
 from dulbe_peft.utils.settings import setting

@@ -17,17 +17,8 @@ from typing import Any, Literal
 import click
 
 from dulbe_peft.photos.commands.advice import print_next_command
-from dulbe_peft.photos.commands.options import (
-    DATA,
-    LABELS,
-    OVERWRITE,
-    File,
-    Load,
-    Option,
-    command,
-    data_settings,
-    learner_options,
-)
+from dulbe_peft.photos.commands.flags import DATA, LABELS, OVERWRITE, File
+from dulbe_peft.photos.commands.options import Load, Option, command, data_settings, learner_options
 from dulbe_peft.photos.commands.paths import claim
 from dulbe_peft.photos.data.source import READ, SPLITS, DataSource
 from dulbe_peft.utils.settings import AtLeastOne, setting

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from dulbe_peft.data.names import learned_name
 from dulbe_peft.photos.commands.correcting import drop_unsupported_classifiers, write_corrected
-from dulbe_peft.photos.commands.options import OVERWRITE, File, Folder, Load, command, learner_options
+from dulbe_peft.photos.commands.flags import OVERWRITE, File, Folder
+from dulbe_peft.photos.commands.options import Load, command, learner_options
 from dulbe_peft.photos.commands.paths import FOLDER, check_images, claim, saved_classes
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted

@@ -13,15 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.photos.commands.options import (
-    LABELS,
-    OVERWRITE,
-    Folder,
-    Load,
-    command,
-    data_settings,
-    learner_options,
-)
+from dulbe_peft.photos.commands.flags import LABELS, OVERWRITE, Folder
+from dulbe_peft.photos.commands.options import Load, command, data_settings, learner_options
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim
 from dulbe_peft.photos.commands.run import close_run
 from dulbe_peft.photos.data.source import SPLITS, DataSource
@@ -39,10 +32,7 @@ if TYPE_CHECKING:
     from dulbe_peft.streams.tasks import Task
 
 
-@command(
-    kept="finished tasks are kept",
-    settings=data_settings(*SPLITS),
-)
+@command(kept="finished tasks are kept", settings=data_settings(*SPLITS))
 @learner_options()
 def learn(
     learner: str,

@@ -10,7 +10,8 @@ from itertools import chain
 from typing import Any
 
 from dulbe_peft.photos.commands.correcting import drop_unsupported_classifiers, write_corrected
-from dulbe_peft.photos.commands.options import OVERWRITE, Folder, Load, command, learner_options
+from dulbe_peft.photos.commands.flags import OVERWRITE, Folder
+from dulbe_peft.photos.commands.options import Load, command, learner_options
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args, g
 import click
 
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.photos.commands.flags import NO_STORE
 from dulbe_peft.photos.commands.paths import check_given, noted
 from dulbe_peft.photos.data.source import READ, DataSource
 from dulbe_peft.photos.runs.run_settings import GROUPS, from_text
@@ -28,18 +29,6 @@ _USUAL = {"class_names", "strict", "leave_out", "group"}  # settings of reading 
 _MACHINE = ("device", "num_workers", "eval_batch_size", "progress")
 _ENCODING = ("precision", "backend", "force")  # settings of commands that encode images
 Decorator = Callable[[Any], Any]
-
-# Types with the words that the help shows for their values.
-File = Annotated[str, "FILE"]
-Page = Annotated[str, "FILE.html"]
-Folder = Annotated[str, "FOLDER"]
-# Settings of several commands.
-DATA = setting(None, "images: folder of classes, parquet files, hf:NAME")
-LABELS = setting(None, "a table with path,label, or one of another program; in place of folders", metavar="FILE.csv")
-NO_STORE = setting(False, "do not store or reuse features of images")
-ONLY = setting(None, "file of the classes that are possible, one per line")
-SUM_UP = setting(None, "CSV file of class,group: answer with groups")
-OVERWRITE = setting(False, "start again; keep an existing output as NAME.old")
 
 
 class Load(Protocol):

@@ -27,18 +27,8 @@ from typing import TYPE_CHECKING, Any
 from dulbe_peft.arguments import Query
 from dulbe_peft.data.names import NONE
 from dulbe_peft.photos.commands.advice import print_next_command
-from dulbe_peft.photos.commands.options import (
-    ONLY,
-    OVERWRITE,
-    SUM_UP,
-    File,
-    Folder,
-    Load,
-    answers_of,
-    command,
-    learner_options,
-    settings_of,
-)
+from dulbe_peft.photos.commands.flags import ONLY, OVERWRITE, SUM_UP, File, Folder
+from dulbe_peft.photos.commands.options import Load, answers_of, command, learner_options, settings_of
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, check_images, claim
 from dulbe_peft.photos.data.source import GROUPING, DataSource
 from dulbe_peft.utils.files import is_stream

@@ -9,7 +9,8 @@ is not changed.
 
 from dulbe_peft.data.names import check_rename, normalized
 from dulbe_peft.photos.commands.correcting import drop_unsupported_classifiers, write_corrected
-from dulbe_peft.photos.commands.options import OVERWRITE, Folder, Load, command, learner_options
+from dulbe_peft.photos.commands.flags import OVERWRITE, Folder
+from dulbe_peft.photos.commands.options import Load, command, learner_options
 from dulbe_peft.photos.commands.paths import FOLDER, claim, saved_classes
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted

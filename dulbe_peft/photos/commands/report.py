@@ -10,7 +10,8 @@ The page is a single file that any browser opens, even without a network. For a 
 from pathlib import Path
 
 from dulbe_peft.photos.commands.advice import print_next_command
-from dulbe_peft.photos.commands.options import OVERWRITE, File, Page, command
+from dulbe_peft.photos.commands.flags import OVERWRITE, File, Page
+from dulbe_peft.photos.commands.options import command
 from dulbe_peft.photos.commands.paths import claim, message_stream
 from dulbe_peft.utils.settings import setting
 

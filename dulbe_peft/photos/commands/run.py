@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.photos.commands.advice import next_command, print_next_command
-from dulbe_peft.photos.commands.options import LABELS, OVERWRITE, File, command, run_settings
+from dulbe_peft.photos.commands.flags import LABELS, OVERWRITE, File
+from dulbe_peft.photos.commands.options import command, run_settings
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim
 from dulbe_peft.photos.runs.run_settings import RunSettings, given_settings
 from dulbe_peft.photos.runs.setup import data_or_labels

@@ -29,18 +29,8 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 
 from dulbe_peft.photos.commands.advice import print_next_command
-from dulbe_peft.photos.commands.options import (
-    ONLY,
-    OVERWRITE,
-    SUM_UP,
-    File,
-    Folder,
-    Load,
-    answers_of,
-    command,
-    learner_options,
-    settings_of,
-)
+from dulbe_peft.photos.commands.flags import ONLY, OVERWRITE, SUM_UP, File, Folder
+from dulbe_peft.photos.commands.options import Load, answers_of, command, learner_options, settings_of
 from dulbe_peft.photos.commands.paths import FOLDER, check_images, claim
 from dulbe_peft.photos.data.source import GROUPING, DataSource
 from dulbe_peft.utils.settings import setting

@@ -22,17 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.photos.commands.advice import next_command, print_next_command
-from dulbe_peft.photos.commands.options import (
-    ONLY,
-    OVERWRITE,
-    File,
-    Load,
-    Page,
-    answers_of,
-    command,
-    learner_options,
-    settings_of,
-)
+from dulbe_peft.photos.commands.flags import ONLY, OVERWRITE, File, Page
+from dulbe_peft.photos.commands.options import Load, answers_of, command, learner_options, settings_of
 from dulbe_peft.photos.commands.paths import check_given, check_images, claim, message_stream
 from dulbe_peft.photos.data.source import GROUPING, DataSource
 from dulbe_peft.utils.settings import AtLeastOne, setting
