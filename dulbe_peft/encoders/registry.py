@@ -31,9 +31,8 @@ class DualEncoder:
     cls_token: bool = True  # token 0 of an image is a class token, and the other tokens are patches
     # Name endings of the vision blocks' layers that are adapted by default: keys, values and MLP.
     target_modules: tuple[str, ...] = ("fc1", "fc2", "k_proj", "v_proj")
-    pooling_head: str | None = (
-        None  # the module that pools the patches; its layers have the names of the blocks' layers
-    )
+    # The module that pools the patches; its layers have the names of the blocks' layers.
+    pooling_head: str | None = None
     logit_scale: str | None = "logit_scale"  # the parameter that holds log(tau)
     text_tower: str | None = "text_model"  # the module that contains the text tower; None if there is none
     text_targets: str = CLIP_TEXT_TARGETS  # regular expression for the names of the text blocks' layers with LoRA

@@ -7,7 +7,6 @@ import torch
 from dulbe_peft.encoders.loading import image_shape, unit_image_embeds
 from dulbe_peft.strategies.base import Memory, Strategy
 from dulbe_peft.subspaces.inputs import observed_inputs
-from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
 def trainable_parameters(model: Any, strategy: Strategy, memory: Memory | None = None) -> dict[str, int]:
@@ -48,10 +47,3 @@ def shared_inputs(model: Any) -> dict[tuple[str, ...], int]:
 def statistics_bytes(model: object) -> int:
     """Return the size in bytes of the statistics S of a model's inputs, in float32."""
     return 4 * sum(width**2 for width in shared_inputs(model).values())
-
-
-def memory_bytes(memory: Memory | None) -> int:
-    """Return the size in bytes of what a strategy keeps between tasks."""
-    if isinstance(memory, OccupationStatistics):
-        return memory.nbytes
-    return sum(tensor.nbytes for tensor in (memory or {}).values())

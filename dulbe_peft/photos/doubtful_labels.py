@@ -170,7 +170,7 @@ def doubtful_labels(
                 alike = sum(int(logs[place[image]].argmax()) == best for image in item if image in place)
                 images = item[0], int(classes[best]), float(each[label]), float(each[best]), item, alike
                 made.append(Doubt(*images, (error[0], error[1], error[2])))
-        return sorted(made, key=_rank)
+        return sorted(made, key=lambda doubt: (doubt.own, doubt.image))
 
     of, found, own = judged(items_of(labels, groups))
     if not of:
@@ -181,10 +181,6 @@ def doubtful_labels(
     further = doubts(*judged([(image,) for item in of if len(item) > 1 for image in item if image not in inside]))
     few = groups is not None and few_items(torch.from_numpy(targets), torch.from_numpy(groups[rows]))
     return Doubts([*here, *further], None if few else told.shares)
-
-
-def _rank(doubt: Doubt) -> tuple[float, int]:
-    return doubt.own, doubt.image
 
 
 def _left_out(classifier: FeatureClassifier, features: np.ndarray, targets: np.ndarray) -> np.ndarray:

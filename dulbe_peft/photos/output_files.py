@@ -1,21 +1,28 @@
-"""What `predict` writes: tables, keywords, observations, and folders of classes, locked while it writes to them."""
+"""What `predict` writes: tables, keywords, observations, answers of items, and folders of classes.
+
+Folders of classes are locked while they are written to. The answer for an item or event is the mean of its
+photographs' log-probabilities.
+"""
 
 import csv
 import filecmp
 import itertools
 import json
+import math
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 from dulbe_peft.data import camtrap
-from dulbe_peft.data.columns import FILE
+from dulbe_peft.data.columns import FILE, clock
 from dulbe_peft.data.labels import BETWEEN, ROOT
 from dulbe_peft.metrics.prediction import Prediction
 from dulbe_peft.utils import files
@@ -23,6 +30,8 @@ from dulbe_peft.utils.folders import LOCK_SUFFIX, clear_leftovers, exclusive
 from dulbe_peft.utils.terminal import counted, printable
 
 HEADER = ["path", "predicted", "probability", "novelty"]
+ITEM_HEADER = ("group", "predicted", "probability", "images", "agreeing", "first", "last", "site")
+LEAST = 1e-30  # the smallest probability whose logarithm counts, so that no photograph excludes a class
 _UNFIT = re.compile(r'[/\\:*?"<>|%\x00-\x1f]|^\.|[. ]$')  # not allowed in the name of a folder on some system
 
 
@@ -182,3 +191,74 @@ def write_observations(rows: Sequence[Prediction], file: str, package: Path, cla
         print(f"{what}, such as {printable(unlisted[0])}", file=sys.stderr)
     with files.output_file(file) as text:  # other programs read it, so no apostrophe guards against formulas
         csv.writer(text, lineterminator="\n").writerows([header, *lines])
+
+
+class ItemAnswers:
+    """The answers of items, which are collected photograph by photograph.
+
+    Args:
+        item_of: Name of an image -> the name of its group.
+        taken: Name of an image -> when it was taken, in seconds of the camera's clock since 1970, or None.
+        sites: Name of an image -> where it was taken.
+        top_k: How many classes an answer has.
+    """
+
+    def __init__(
+        self, item_of: Mapping[str, str], taken: Mapping[str, float | None], sites: Mapping[str, str], top_k: int
+    ) -> None:
+        self._item_of, self._taken, self._sites, self._top_k = item_of, taken, sites, top_k
+        self._logs: dict[str, defaultdict[str, float]] = {}
+        self._rows: dict[str, list[tuple[str, str, bool]]] = {}  # image, its best class, and whether it is known
+        self._counted = set[str]()  # files, because a photograph that is given by two paths counts once
+
+    def add(self, row: Prediction) -> Prediction:
+        """Add a prediction with the probabilities of all classes, and return it with only its group."""
+        item, file = self._item_of[row.image], os.path.realpath(row.image)
+        if file not in self._counted:
+            self._counted.add(file)
+            sums = self._logs.setdefault(item, defaultdict(float))
+            for name, probability in zip(row.classes, row.probabilities, strict=True):
+                sums[name] += math.log(max(probability, LEAST))
+            self._rows.setdefault(item, []).append((row.image, row.classes[0], row.known))
+        return replace(row, classes=(), probabilities=(), group=item)
+
+    def answers(self) -> dict[str, Prediction]:
+        """Return the answer of each item; it is unknown if most of its photographs are."""
+        return {item: self._answer(item) for item in self._rows}
+
+    def _answer(self, item: str) -> Prediction:
+        rows = self._rows[item]
+        means = {name: total / len(rows) for name, total in self._logs[item].items()}
+        highest = max(means.values())
+        total = sum(math.exp(mean - highest) for mean in means.values())
+        best = sorted(means, key=lambda name: -means[name])[: self._top_k]
+        shares = tuple(math.exp(means[name] - highest) / total for name in best)
+        known = 2 * sum(known for *_, known in rows) >= len(rows)
+        return Prediction(item, tuple(best), shares, known, group=item)
+
+    def answered(self, rows: Sequence[Prediction]) -> list[Prediction]:
+        """Return the photographs' predictions with the answers of their items."""
+        answers, answered = self.answers(), list[Prediction]()
+        for row in rows:
+            if row.group is not None:
+                best = answers[row.group]
+                row = replace(row, classes=best.classes, probabilities=best.probabilities, known=best.known)
+            answered.append(row)
+        return answered
+
+    def write(self, file: str) -> None:
+        """Write a row for each item, without a class if it is unknown.
+
+        `agreeing` counts the photographs whose own answer is that of the item.
+        """
+        files.write_csv(file, ITEM_HEADER, [self._line(item, answer) for item, answer in self.answers().items()])
+
+    def _line(self, item: str, answer: Prediction) -> list[object]:
+        rows, name = self._rows[item], answer.classes[0] if answer.known else ""
+        agreeing = sum((best if known else "") == name for _, best, known in rows)
+        times = [time for image, *_ in rows if (time := self._taken[image]) is not None]
+        ends = [clock(end(times)) for end in (min, max)] if times else ["", ""]
+        sites = {self._sites[image] for image, *_ in rows}
+        site = sites.pop() if len(sites) == 1 else ""
+        probability = f"{answer.probabilities[0]:.6f}"
+        return [printable(item), printable(name), probability, len(rows), agreeing, *ends, printable(site)]

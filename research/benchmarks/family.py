@@ -21,9 +21,10 @@ from transformers import CLIPModel
 from dulbe_peft import CLASSIFIERS, STRATEGIES, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
 from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.encoders.loading import unit_image_embeds, unit_text_embeds
-from dulbe_peft.photos.cost import memory_bytes, statistics_bytes, trainable_parameters
+from dulbe_peft.photos.cost import statistics_bytes, trainable_parameters
 from dulbe_peft.strategies.registry import make_strategy
 from research.benchmarks import common, models, stock
+from research.comparison.cells import memory_bytes
 
 REFERRING = {"zscl": "zscl:reference_images=demo-digits"}
 VARIANTS = ["loda:towers=2"]  # measured beside the strategies' defaults

@@ -27,12 +27,14 @@ from dulbe_peft.data.images import LabelledImages, named_images
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.task_features import Answers, learn_from_features, read_features
-from dulbe_peft.photos.cost import memory_bytes, trainable_parameters
+from dulbe_peft.photos.cost import trainable_parameters
 from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.photos.runs.run_settings import validated
 from dulbe_peft.photos.runs.setup import set_up
+from dulbe_peft.strategies.base import Memory
 from dulbe_peft.streams.retention import zero_shot_retention
 from dulbe_peft.streams.tasks import Task
+from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.files import damage, read_json
 from dulbe_peft.utils.folders import MANIFEST
 from dulbe_peft.utils.records import Record, read_record, write_record
@@ -317,3 +319,10 @@ def read_answers(folder: Path, row: Row, cell: CellRecord) -> tuple[list[Answers
     except (ValueError, KeyError) as error:
         raise ValueError(f"{damage(path, error)}; remove the file, and the classifier is evaluated again") from error
     return answers, facts
+
+
+def memory_bytes(memory: Memory | None) -> int:
+    """Return the size in bytes of what a strategy keeps between tasks."""
+    if isinstance(memory, OccupationStatistics):
+        return memory.nbytes
+    return sum(tensor.nbytes for tensor in (memory or {}).values())

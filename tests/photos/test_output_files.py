@@ -6,8 +6,7 @@ import pytest
 
 from dulbe_peft.metrics.prediction import Prediction
 from dulbe_peft.photos import output_files
-from dulbe_peft.photos.item_answers import ItemAnswers
-from dulbe_peft.photos.output_files import only_writer, sorted_folder
+from dulbe_peft.photos.output_files import ItemAnswers, only_writer, sorted_folder
 from dulbe_peft.utils.files import TEMPORARY_MARK
 from dulbe_peft.utils.folders import CheckpointError
 

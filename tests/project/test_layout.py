@@ -31,7 +31,7 @@ LAYERS = [
     {"learner"},
     {"streams"},
     {"trainer"},
-    {"papers", "photos.data", "photos.cost", "photos.output_files", "photos.item_answers", "photos.doubtful_labels"},
+    {"papers", "photos.data", "photos.cost", "photos.output_files", "photos.doubtful_labels"},
     {"photos.suggesting", "photos.deployment", "photos.runs"},
     {"photos.report"},
     {"photos.demo", "photos.serving"},

@@ -12,17 +12,10 @@ from dulbe_peft.photos.commands.options import command
 from dulbe_peft.utils.terminal import counted
 
 # transformers and PEFT import these if they are installed, so a version that does not fit stops every command.
-OPTIONAL: tuple[str, ...] = (
-    "torchvision",
-    "torchaudio",
-    "timm",
-    "torchao",
-    "bitsandbytes",
-    "flash-attn",
-    "kernels",
-    "deepspeed",
+OPTIONAL = (
+    *("torchvision", "torchaudio", "timm", "torchao", "bitsandbytes", "flash-attn", "kernels", "deepspeed"),
+    *("xformers", "triton", "tensorflow", "jax"),
 )
-OPTIONAL += ("xformers", "triton", "tensorflow", "jax")
 
 
 @command()

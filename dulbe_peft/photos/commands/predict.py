@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.prediction import Prediction
-    from dulbe_peft.photos.item_answers import ItemAnswers
+    from dulbe_peft.photos.output_files import ItemAnswers
 
     Writer = Callable[[Sequence[Prediction], str], None]
 
@@ -167,7 +167,7 @@ def _items(images: LabelledImages, group: str | None, seconds: float | None, top
     """Return the items of the images; an image without a group has its own name as group."""
     from dulbe_peft.photos.data.grouping import grouped_photographs
     from dulbe_peft.photos.data.looking import times_taken
-    from dulbe_peft.photos.item_answers import ItemAnswers
+    from dulbe_peft.photos.output_files import ItemAnswers
 
     found = grouped_photographs(images, group, seconds)
     print(*found.notes, sep="\n", file=sys.stderr)

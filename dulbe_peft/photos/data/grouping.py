@@ -49,7 +49,11 @@ def grouped(
     """
     if group is None and seconds is None:
         return dict(parts), {}, []
-    keys = _group_names(parts, group, seconds, times)
+    if seconds is None:
+        keys = {split: _keys(images, group) for split, images in parts.items()}
+    else:
+        apart = {split: _places(images) if group is None else _keys(images, group) for split, images in parts.items()}
+        keys = _bursts(times, apart, seconds)
     alone = sum(key is None for of in keys.values() for key in of)
     if alone == sum(map(len, keys.values())):
         what = f"--group is {group!r}" if group is not None else f"--group-seconds is {seconds:g}"
@@ -62,19 +66,6 @@ def grouped(
             f"{counted(alone, 'image')} without a group, each a group of its own: {_why_alone(group, seconds)}"
         )
     return {split: images.grouped(_named(images, keys[split])) for split, images in parts.items()}, keys, notes
-
-
-def _group_names(
-    parts: Parts,
-    group: str | None,
-    seconds: float | None,
-    times: Mapping[str, Sequence[float | None]],
-) -> dict[str, list[str | None]]:
-    """Return the name of each image's group, or None for an image that is a group of its own; see `grouped`."""
-    if seconds is None:
-        return {split: _keys(images, group) for split, images in parts.items()}
-    apart = {split: _places(images) if group is None else _keys(images, group) for split, images in parts.items()}
-    return _bursts(times, apart, seconds)
 
 
 def bursts_of(parts: Parts) -> tuple[str, list[list[tuple[str, int]]]]:

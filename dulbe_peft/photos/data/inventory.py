@@ -63,9 +63,7 @@ class Inventory:
     duplicates: list[Duplicate] = field(default_factory=list)  # empty unless they were searched for
     notes: list[str] = field(default_factory=list)  # sentences that report what was guessed
     blank: list[str] = field(default_factory=list)  # sentences about blank images and repeated pictures
-    group_names: dict[int, str] = field(
-        default_factory=dict
-    )  # number of a group in `LabelledImages.groups` -> its name
+    group_names: dict[int, str] = field(default_factory=dict)  # number in `LabelledImages.groups` -> name
     single: list[str] = field(default_factory=list)  # classes whose images are all in one group
     pictures: Pictures = field(default_factory=dict)  # what was seen of the images whose pictures were compared
 

@@ -31,15 +31,9 @@ UNLABELLED = "images without labels cannot be tested on"
 VALIDATION = ("valid", "validation", "val")  # splits that are tested on if there is no test split
 SPLITS = ("train_split", "test_split", "test_fraction", "test_data")  # fields that say which images are tested on
 GROUPING = ("group", "group_seconds")  # fields that say which images belong together
-_READING = (
-    "image_column",
-    "label_column",
-    "vocabulary",
-    "path_column",
-    "leave_out",
-    "one_label",
-    "machine_labels",
-)  # arguments of `load_data`
+_READING = (  # arguments of `load_data`
+    *("image_column", "label_column", "vocabulary", "path_column", "leave_out", "one_label", "machine_labels"),
+)
 # How images are read, and which belong together: the settings of every command that reads labelled images.
 READ = (*_READING, "class_names", "strict", *GROUPING)
 

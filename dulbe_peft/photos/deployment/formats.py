@@ -115,14 +115,7 @@ def export_learner(
 
 
 def export_card(state: LearnerState, classifier: Classifier, kind: str, code: str) -> str:
-    """Return README.md of an export: what it is, which packages it needs, and the code that uses it.
-
-    Args:
-        state: The learner's state.
-        classifier: The exported classifier.
-        kind: The format of the export.
-        code: The code that uses it.
-    """
+    """Return README.md of an export: what it is, which packages it needs, and the `code` that uses it."""
     base = state.base_name[0] or "a base model without a name"
     tag = "image-classification"
     if kind == "lora":  # a pipeline loads the folder as a model without the classifier

@@ -93,13 +93,8 @@ def matrix_figure(results: Results) -> Figure:
     axes.grid(False)
     for (step, task), value in np.ndenumerate(values):
         if size <= _MOST_NUMBERS and not np.isnan(value):
-            look: Any = {
-                "ha": "center",
-                "va": "center",
-                "fontsize": 7,
-                "color": "white" if value > 60 else INK,
-            }
-            axes.text(task, step, f"{value:.1f}", **look)
+            colour = "white" if value > 60 else INK
+            axes.text(task, step, f"{value:.1f}", ha="center", va="center", fontsize=7, color=colour)
     ticks = _thinned(range(size))
     axes.set_xticks(ticks, [str(tick + 1) for tick in ticks])
     axes.set_yticks(ticks, [str(tick + 1) for tick in ticks])

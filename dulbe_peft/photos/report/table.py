@@ -80,10 +80,10 @@ def latex_text(text: str, number: bool = False) -> str:
 def write_table_latex(columns: Sequence[Column[Row]], rows: Sequence[Row], path: Path) -> None:
     """Write a LaTeX `tabular` that needs no package."""
     layout = "".join("r" if column.number else "l" for column in columns)
-    titles = " & ".join(column.title.translate(_LATEX) for column in columns)
+    titles = " & ".join(latex_text(column.title) for column in columns)
     lines = [rf"\begin{{tabular}}{{{layout}}}", r"\hline", rf"{titles} \\", r"\hline"]
     for row in cells(columns, rows):
-        texts = [(text.translate(_LATEX_NUMBER if column.number else _LATEX), bold) for column, text, bold in row]
+        texts = [(latex_text(text, column.number), bold) for column, text, bold in row]
         lines.append(" & ".join(rf"\textbf{{{text}}}" if bold else text for text, bold in texts) + r" \\")
     with output_file(path) as file:
         file.write("\n".join([*lines, r"\hline", r"\end{tabular}", ""]))
