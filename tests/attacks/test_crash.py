@@ -1,6 +1,5 @@
 """Runs of the command line that are killed, stopped or started twice reach the same result when resumed."""
 
-import multiprocessing
 import os
 import random
 import shlex
@@ -9,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from lives import content
+from processes import Process, run
 
 from dulbe_peft.data.store import FeatureStore
-from dulbe_peft.photos.commands.main import main
 from dulbe_peft.utils.folders import LOCK_SUFFIX, clear_leftovers, commit_folder, read_manifest
 
 pytestmark = pytest.mark.slow
@@ -30,104 +30,91 @@ def arguments(digit_folders, tiny_model):
     return ["run", "--model", str(tiny_model), "--data", str(digit_folders(4, 3, 2)), *flags.split()]
 
 
-@pytest.fixture(scope="module")
-def processes():
-    """Return a context whose processes start with everything imported, so that a kill hits the run itself."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["dulbe_peft.photos.commands.main", "dulbe_peft.learner", "dulbe_peft.photos.report"]
-    )
-    first = context.Process(target=int)
-    first.start()
-    first.join()  # the imports are not part of the time of a run
-    return context
-
-
-def child_main(argv, log, **environment):
-    import torch
-
-    assert os.fsync.__module__ == "posix", "the disk is waited for, as a user's process does"
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    with open(log, "ab", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.exit(main(argv))
+def command(log, argv, **environment):
+    """Start a command in a process of its own, which adds what it prints to a file."""
+    with open(log, "ab") as file:
+        return Process("-m", "dulbe_peft", *argv, stdout=file, stderr=file, env=os.environ | environment)
 
 
 @pytest.fixture(scope="module")
-def start(processes, arguments):
+def start(arguments):
     """Return a function that starts a run in another process, which prints to the file `log` beside the folder."""
     children = []
 
     def start(output, *more, **environment):
         argv = [*(more or arguments), "--output", str(output)]
-        child = processes.Process(target=child_main, args=(argv, output.with_name("log")), kwargs=environment)
-        children.append(child)
-        children[-1].start()
+        children.append(command(output.with_name("log"), argv, **environment))
         return children[-1]
 
     yield start
     for child in children:
         child.kill()
-        child.join()
-
-
-def ended(child):
-    child.join(120)
-    return child.exitcode
+        child.wait()
 
 
 @pytest.fixture(scope="module")
-def reference(start, tmp_path_factory):
+def imports():
+    """The seconds after which a command has imported this package, so that a kill hits what it does then."""
+    run("-c", "import os")  # starts the server
+    started = time.monotonic()
+    run("-c", "import dulbe_peft.learner, dulbe_peft.photos.report, dulbe_peft.photos.commands.main", check=True)
+    return time.monotonic() - started
+
+
+@pytest.fixture(scope="module")
+def reference(start, imports, tmp_path_factory):
     """Return the files of an uninterrupted run, the seconds it took, and its folder."""
     folder = tmp_path_factory.mktemp("reference")
     started = time.monotonic()
-    assert ended(start(folder / "run")) == 0, (folder / "log").read_text()
+    assert start(folder / "run").wait(120) == 0, (folder / "log").read_text()
     return content(folder / "run"), time.monotonic() - started, folder / "run"
 
 
-def test_killed_and_resumed_run_is_byte_equal_to_an_uninterrupted_one(start, reference, tmp_path):
+def killed_within(child, seconds):
+    """Kill a process after some seconds, and return whether it had not ended before."""
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(seconds)
+    child.kill()
+    return child.wait(120) == -signal.SIGKILL
+
+
+def test_killed_and_resumed_run_is_byte_equal_to_an_uninterrupted_one(start, imports, reference, tmp_path):
     expected, seconds, _ = reference
     generator = random.Random(0)
     output, kills = tmp_path / "run", 0
     while kills < KILLS:
         child = start(output)
-        child.join(generator.uniform(0, seconds))
-        if child.exitcode is None:
-            child.kill()
-            # A child that finished just before the signal was not killed.
-            if ended(child) == -signal.SIGKILL:
-                kills += 1
-                if kills % 2:
-                    continue  # kill the resumed run, too
-                child = start(output)
-        assert ended(child) == 0, (tmp_path / "log").read_text()
+        if killed_within(child, generator.uniform(imports, seconds)):
+            kills += 1
+            if kills % 2:
+                continue  # kill the resumed run, too
+            child = start(output)
+        assert child.wait(120) == 0, (tmp_path / "log").read_text()
         assert content(output) == expected
         output = tmp_path / f"run-{kills}"
 
 
 def test_killed_run_loses_at_most_one_batch_and_the_next_run_is_byte_equal(start, arguments, tmp_path):
     words = [*arguments[:5], "--classifiers", "lda", "--eval-batch-size", "2", "--device", "cpu", "--no-progress"]
-    assert ended(start(tmp_path / "plain", *words, "--no-store")) == 0
+    assert start(tmp_path / "plain", *words, "--no-store").wait(120) == 0
     environment, stored, codes = {"DULBE_PEFT_STORE": str(tmp_path / "f.sqlite")}, 0, []
     for number in range(KILLS):
         child = start(tmp_path / f"killed-{number}", *words, **environment)
         store = FeatureStore(tmp_path / "f.sqlite")
-        while child.is_alive():
-            child.join(0.005)
+        while child.poll() is None:
+            time.sleep(0.005)
             if store.facts()[0] > stored:
                 child.kill()
-                child.join()
+                child.wait()
         assert store.facts()[0] >= stored, "features that were written are still there"
         stored = store.facts()[0]
-        codes.append(child.exitcode)
+        codes.append(child.returncode)
     assert stored and -signal.SIGKILL in codes
-    assert ended(start(tmp_path / "out", *words, **environment)) == 0, (tmp_path / "log").read_text()
+    assert start(tmp_path / "out", *words, **environment).wait(120) == 0, (tmp_path / "log").read_text()
     assert content(tmp_path / "out") == content(tmp_path / "plain")
 
 
-def test_killed_predict_completes_its_table_when_repeated(processes, reference, arguments, tmp_path):
+def test_killed_predict_completes_its_table_when_repeated(imports, reference, arguments, tmp_path):
     """Before it is repeated, there is no table, and every copied image is complete."""
     photos, generator = Path(arguments[arguments.index("--data") + 1]), random.Random(0)
 
@@ -135,26 +122,21 @@ def test_killed_predict_completes_its_table_when_repeated(processes, reference, 
         folder.mkdir(exist_ok=True)
         argv = ["predict", str(reference[2]), str(photos), "--csv", str(folder / "t.csv"), "--top-k", "2"]
         argv += ["--sort-into", str(folder / "sorted"), "--eval-batch-size", "2", "--num-workers", "0"]
-        child = processes.Process(target=child_main, args=([*argv, "--device", "cpu"], folder.with_name("log")))
-        child.start()
-        return child
+        return command(folder.with_name("log"), [*argv, "--device", "cpu"])
 
     started = time.monotonic()
-    assert ended(predict(tmp_path / "whole")) == 0, (tmp_path / "log").read_text()
+    assert predict(tmp_path / "whole").wait(120) == 0, (tmp_path / "log").read_text()
     seconds, expected = time.monotonic() - started, content(tmp_path / "whole")
     folder, kills = tmp_path / "killed", 0
     while kills < KILLS:
-        child = predict(folder)
-        child.join(generator.uniform(0, seconds))
-        child.kill()
-        if ended(child) == 0 or (folder / "t.csv").exists():
+        if not killed_within(predict(folder), generator.uniform(imports, seconds)) or (folder / "t.csv").exists():
             assert (folder / "t.csv").read_bytes() == expected["t.csv"]
             shutil.rmtree(folder)
             continue
         kills += 1
         images = {path.read_bytes() for path in photos.rglob("*.png")}
         assert {path.read_bytes() for path in (folder / "sorted").glob("*/[!.]*")} <= images
-    assert ended(predict(folder)) == 0 and content(folder) == expected
+    assert predict(folder).wait(120) == 0 and content(folder) == expected
 
 
 def every_commit_that_dies(folder):
@@ -188,10 +170,10 @@ def commit_and_die(folder, call):
     os._exit(0)
 
 
-def test_commit_killed_at_any_step_leaves_the_old_or_the_new_folder(processes, tmp_path):
-    child = processes.Process(target=every_commit_that_dies, args=(tmp_path,))
-    child.start()
-    assert ended(child) == 0
+def test_commit_killed_at_any_step_leaves_the_old_or_the_new_folder(tmp_path):
+    code = "import sys, pathlib; sys.path[:0] = sys.argv[2:]; import test_crash; "
+    code += "test_crash.every_commit_that_dies(pathlib.Path(sys.argv[1]))"
+    run("-c", code, tmp_path, Path(__file__).parent, *sys.path, check=True)
     *dead, alive = sorted((int(path.name), path / "saved") for path in tmp_path.iterdir())
     assert len(dead) > 10 and (alive[1] / "a").read_text() == "new"
     contents = []
@@ -228,6 +210,6 @@ def test_sigterm_stops_a_run_and_prints_the_command_that_resumes_it(arguments, r
 
 def test_second_process_on_the_same_folder_is_refused_by_name(start, reference, tmp_path):
     children = [start(tmp_path / "run") for _ in range(2)]
-    assert sorted(ended(child) for child in children) == [0, 2], (tmp_path / "log").read_text()
+    assert sorted(child.wait(120) for child in children) == [0, 2], (tmp_path / "log").read_text()
     assert f"output_dir {str(tmp_path / 'run')!r} is in use" in (tmp_path / "log").read_text()
     assert content(tmp_path / "run") == reference[0]

@@ -7,16 +7,16 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from processes import Process
 from served import COLOURS, heap_of, photo, two_colours
 
 from dulbe_peft import ClassIncrementalLearner
@@ -280,15 +280,16 @@ def test_writer_killed_between_its_renames_loses_nothing(folder, heap, tmp_path)
     assert not list(tmp_path.glob(".taught*"))
 
 
-def _command(folder, output, heap):
+def _server(folder, output, heap, printed):
+    """Start `serve` in a process of its own, which prints to a file; return the process and its address."""
     given = output if output.exists() else folder
-    arguments = ["serve", str(given), "--output", str(output), "--photos", str(heap), "--port", "0"]
-    command = [sys.executable, "-m", "dulbe_peft", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if line.startswith("open "):
-            return process, line.split()[1]
-    raise AssertionError(f"the server has not started: {process.wait()}")
+    arguments = ["serve", given, "--output", output, "--photos", heap, "--port", "0"]
+    with printed.open("w") as file:
+        process = Process("-m", "dulbe_peft", *arguments, stdout=file)
+    while not (address := re.search(r"^open (\S+).*\n", printed.read_text(), re.MULTILINE)):
+        assert process.poll() is None, "the server has not started"
+        time.sleep(0.01)
+    return process, address[1]
 
 
 def _ask(url, content=None):
@@ -306,10 +307,10 @@ def test_killed_server_has_kept_every_answered_label(folder, heap, tmp_path, how
     output, chance, given = tmp_path / "taught", random.Random(how), {}
     for number in range(40):
         photo(number % 3, 200 + number).save(heap / f"{COLOURS[number % 3]}-{number}b.png")
-    for _ in range(int(os.environ.get("ROUNDS", 2))):
+    for _ in range(int(os.environ.get("ROUNDS", 3))):
         if len(given) == 52:  # nothing is left to label
             break
-        process, url = _command(folder, output, heap)
+        process, url = _server(folder, output, heap, tmp_path / "printed")
         killed = time.monotonic() + chance.uniform(0.05, 1)
         try:
             while time.monotonic() < killed:
@@ -321,7 +322,7 @@ def test_killed_server_has_kept_every_answered_label(folder, heap, tmp_path, how
                 given[work["name"]] = name
         finally:
             process.send_signal(how)
-            process.communicate(timeout=60)
+            process.wait(60)
         assert kept(output).items() >= given.items(), "an answered label is lost"
     learned = ClassIncrementalLearner.from_pretrained(output).state.known.learned
     assert how == signal.SIGKILL or sum(map(len, learned.values())) == 8 + len(kept(output))
