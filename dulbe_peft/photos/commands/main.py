@@ -20,7 +20,8 @@ from dulbe_peft.utils.extras import explained
 from dulbe_peft.utils.files import full_disk
 from dulbe_peft.utils.terminal import printable_lines
 
-# Title of a group in the help -> command -> line of help. A command's file has its name, with underscores.
+# Title of a group in the help -> command -> line of help. A command's file has its name, with underscores, or is here.
+FILES = {"forget": "correcting", "merge": "correcting", "rename": "correcting"}
 GROUPS = {
     "From photographs to predictions": {
         "check": "check a folder of images: counts, duplicates, unreadable files",
@@ -73,7 +74,7 @@ class Commands(click.Group):
         if cmd_name not in self.lines:
             return None
         name = cmd_name.replace("-", "_")
-        command: click.Command = getattr(import_module(f"{self.package}.{name}"), name)
+        command: click.Command = getattr(import_module(f"{self.package}.{FILES.get(name, name)}"), name)
         line = self.lines[cmd_name]
         command.name, command.help = cmd_name, line[0].upper() + line[1:] + "."
         return command

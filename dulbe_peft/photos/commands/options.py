@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import Field, fields
 from functools import partial, wraps
-from inspect import signature
+from inspect import cleandoc, signature
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args, get_origin, get_type_hints
@@ -107,7 +107,7 @@ class Command(click.Command):
 
 
 def command(usage: str = "[OPTIONS]", kept: str = "", settings: Sequence[click.Parameter] = ()) -> Decorator:
-    """Make a function a command, whose help ends with the docstring of the function's module.
+    """Make a function a command, whose help ends with the docstring of the function, or else of its module.
 
     A parameter whose default is a `setting` becomes a flag, or an argument if the setting has `place=True`. It is
     required if the setting's default is `...`. The parameters of `learner_options` come first, then `settings`, then
@@ -115,11 +115,12 @@ def command(usage: str = "[OPTIONS]", kept: str = "", settings: Sequence[click.P
     """
 
     def make(function: Callable[..., int | None]) -> Command:
-        text, hints = sys.modules[function.__module__].__doc__ or "", get_type_hints(function, include_extras=True)
+        text = cleandoc(function.__doc__ or sys.modules[function.__module__].__doc__ or "")
+        hints = get_type_hints(function, include_extras=True)
         defaults = [(name, parameter.default) for name, parameter in signature(function).parameters.items()]
         declared = [_parameter(name, d, hints[name], declared=True) for name, d in defaults if isinstance(d, Field)]
         parameters = [*getattr(function, "parameters", []), *settings, *declared]
-        result = Command(None, callback=function, params=parameters, epilog=text.strip(), options_metavar=usage)
+        result = Command(None, callback=function, params=parameters, epilog=text, options_metavar=usage)
         result.kept = kept
         return result
 
