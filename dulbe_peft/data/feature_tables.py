@@ -142,16 +142,16 @@ def _load(path: Path, schemas: Schemas, filters: object = None) -> LabelledImage
     return images
 
 
-def _column(schemas: Schemas, filters: Any, name: str) -> list[Any]:
+def _column(schemas: Schemas, filters: object, name: str) -> list[Any]:
     return list(
         _read("read_table", list(schemas), columns=[name], filters=filters, partitioning=None)[name].to_pylist()
     )
 
 
-def _content(path: Path, value: object, row: Any) -> bytes:
+def _content(path: Path, value: object, row: np.ndarray) -> bytes:
     """Return the content that a table gives in hexadecimal digits; without one, the SHA-256 of the feature."""
     if not value:
-        return hashlib.sha256(row).digest()
+        return hashlib.sha256(row.tobytes()).digest()
     if not isinstance(value, str) or not re.fullmatch("[0-9a-fA-F]{64}", value):
         raise ValueError(f"{path} has the content {value!r:.80}: expected a SHA-256 in 64 hexadecimal digits")
     return bytes.fromhex(value)

@@ -73,7 +73,7 @@ class LabelledImages:
     split: str | None = None
     features: Any = None  # a `FeatureTable` if the images were encoded earlier
     groups: np.ndarray | None = None
-    columns: Mapping[str, Callable[[], Sequence[Any]]] = {}
+    columns: Mapping[str, Callable[[], Sequence[object]]] = {}
     by_path = False
 
     def __init__(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import PreTrainedModel
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data.feature_tables import FeatureTable
@@ -44,7 +45,7 @@ def _padded(pixels: torch.Tensor, size: int) -> torch.Tensor:
 class Encoder(TextEncoder):
     """Encode data sets and class names with a dual encoder, in the batches and precision that `args` ask for."""
 
-    def __init__(self, clip: Any, processor: Any, args: LearnerArguments, device: torch.device) -> None:
+    def __init__(self, clip: PreTrainedModel, processor: Any, args: LearnerArguments, device: torch.device) -> None:
         super().__init__(clip, processor, args, device)
         self.profile = Profile()
         # Keeps image features as long as the model has no adapter; None keeps none.
@@ -217,7 +218,7 @@ class Encoder(TextEncoder):
 
     def _from_store(
         self, read_contents: Callable[[], Sequence[bytes | None]]
-    ) -> tuple[Sequence[bytes | None], dict[bytes, Any]]:
+    ) -> tuple[Sequence[bytes | None], dict[bytes, np.ndarray]]:
         """Return what `read_contents` gives, and the features that the store has for these contents.
 
         Returns nothing if the features may change: with an adapter, or in int8 before its calibration.
@@ -227,7 +228,7 @@ class Encoder(TextEncoder):
             return [], {}
         key = self.key
 
-        def ask() -> tuple[Sequence[bytes | None], dict[bytes, Any]]:
+        def ask() -> tuple[Sequence[bytes | None], dict[bytes, np.ndarray]]:
             contents = read_contents()
             return contents, store.get(key, contents)
 
@@ -529,7 +530,7 @@ class Encoder(TextEncoder):
         Returns the rows that must be encoded, and a dict from each duplicate of such a row to this row.
         """
 
-        def ask() -> tuple[list[bytes | None], dict[bytes, Any]]:
+        def ask() -> tuple[list[bytes | None], dict[bytes, np.ndarray]]:
             # Without earlier features, reading the files only for their contents would read each one twice.
             contents = images.images.contents() if store.had(key) else images.images.known_contents()
             return contents, store.get(key, contents)

@@ -17,6 +17,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.encoders.loading import embed_dim, encoder_of, unit_image_embeds, unit_text_embeds
@@ -60,11 +61,11 @@ class Encoding:
         """
         return unit_text_embeds(clip, tokens)
 
-    def width(self, clip: Any) -> int:
+    def width(self, clip: PreTrainedModel) -> int:
         """Return the width of the image features."""
         return embed_dim(clip)
 
-    def projection(self, clip: Any) -> torch.Tensor | None:
+    def projection(self, clip: PreTrainedModel) -> torch.Tensor | None:
         """Return W, (d, width), if texts, (n, d), are compared with W u / |W u| of features u; None: with u."""
         return None
 
@@ -75,16 +76,16 @@ class Unprojected(Encoding):
     def __init__(self) -> None:
         super().__init__("", {})
 
-    def image_embeds(self, clip: Any, pixels: torch.Tensor, queries: torch.Tensor | None) -> torch.Tensor:
+    def image_embeds(self, clip: object, pixels: torch.Tensor, queries: torch.Tensor | None) -> torch.Tensor:
         read: list[torch.Tensor] = []
         with hooked((projection_of(clip).register_forward_pre_hook, lambda _, given: read.append(given[0]))):
             unit_image_embeds(clip, pixels)
         return F.normalize(read[0].float(), dim=-1)
 
-    def width(self, clip: Any) -> int:
+    def width(self, clip: PreTrainedModel) -> int:
         return int(projection_of(clip).in_features)
 
-    def projection(self, clip: Any) -> torch.Tensor | None:
+    def projection(self, clip: PreTrainedModel) -> torch.Tensor | None:
         layer = projection_of(clip)
         if isinstance(layer, (BaseTunerLayer, ModulesToSaveWrapper)) or layer.bias is not None:
             raise ValueError(
@@ -94,7 +95,7 @@ class Unprojected(Encoding):
         return layer.weight.detach().float()
 
 
-def projection_of(clip: Any) -> Any:
+def projection_of(clip: object) -> Any:
     """Return the linear layer that projects image features, or raise a `ValueError` if the model has none."""
     projection = getattr(clip, "visual_projection", None)
     if projection is None:

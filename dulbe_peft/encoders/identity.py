@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from dulbe_peft.data import decoding
 from dulbe_peft.data.store import EncoderKey
@@ -28,7 +29,7 @@ class ImageTowerFacts:
         self._written: tuple[object, ...] = ()
         self._digest = ""
 
-    def __call__(self, clip: Any, processor: Any, untouched: bool = False) -> dict[str, str]:
+    def __call__(self, clip: PreTrainedModel, processor: Any, untouched: bool = False) -> dict[str, str]:
         """Return the SHA-256 of the weights, of the layers' settings and of the image processor's settings.
 
         With `untouched`, the weights are those of the model without its adapter.

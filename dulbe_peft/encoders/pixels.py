@@ -215,8 +215,8 @@ def read_batches(
     ahead = args.num_workers == "auto" and images.images.stored and not images.is_cached
     hidden = not args.progress or processes.world()[0] > 0
     # `disable=None` shows the bar only on a terminal.
-    shown: dict[str, Any] = {"unit": " images", "delay": UNSHOWN, "leave": False, "disable": hidden or None}
-    with tqdm(total=sum(map(len, batches)), desc=title, **shown) as bar:
+    total, disable = sum(map(len, batches)), hidden or None
+    with tqdm(None, title, total, unit=" images", delay=UNSHOWN, leave=False, disable=disable) as bar:
         loader: Any
         if ahead:  # a batch of large photographs takes long, so the bar moves with each one that is read
             loader = _read_ahead(images, batches, device, bar.update)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data.names import format_prompts
@@ -20,7 +21,7 @@ NO_TEXTS: Texts = MappingProxyType({})
 class TextEncoder:
     """Encode class names with a dual encoder's text tower, in the prompts and precision that `args` ask for."""
 
-    def __init__(self, clip: Any, processor: Any, args: LearnerArguments, device: torch.device) -> None:
+    def __init__(self, clip: PreTrainedModel, processor: Any, args: LearnerArguments, device: torch.device) -> None:
         self.clip = clip
         self.processor = processor
         self.args = args

@@ -6,7 +6,7 @@ uncertain images are odd rather than informative, so the second half is then dra
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from dulbe_peft.classifiers.learning import Groups
 from dulbe_peft.classifiers.novelty import sums_of
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.unlabelled import unlabelled_images
+from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.prediction import Answers
 from dulbe_peft.photos.data.inventory import Found, Inventory
 from dulbe_peft.utils.extras import installed
@@ -66,7 +67,7 @@ class Fresh(NamedTuple):
 
 
 def new_photographs(
-    learner: Any,
+    learner: ClassIncrementalLearner,
     photos: Sequence[str],
     group: str | None = None,
     group_seconds: float | None = None,

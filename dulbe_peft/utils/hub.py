@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from huggingface_hub import constants
 
@@ -58,8 +58,9 @@ def fetch(
     from huggingface_hub.utils import HFValidationError
 
     try:
-        options: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
-        folder = Path(snapshot_download(source, **options, allow_patterns=[glob.escape(name) for name in files]))
+        wanted = [glob.escape(name) for name in files]
+        got = snapshot_download(source, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=wanted)
+        folder = Path(got)
     except HFValidationError as error:
         raise FileNotFoundError(f"{source!r} is neither an existing folder nor a repository id on the Hub") from error
     except LocalEntryNotFoundError as error:

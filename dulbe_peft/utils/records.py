@@ -1,7 +1,7 @@
 """JSON files as pydantic models. A damaged or foreign file raises an error that names the file and the field."""
 
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -34,7 +34,7 @@ def write_record(path: Path, record: Record) -> None:
 
 def first_problem(error: ValidationError) -> str:
     """Describe the first problem that pydantic found, in one line: the field, the reason and the value."""
-    problem: Any = error.errors(include_url=False)[0]
+    problem = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in problem["loc"])
     value = "" if isinstance(problem["input"], (dict, list, bytes)) else f", got {problem['input']!r:.100}"
     return f"{field + ': ' if field else ''}{problem['msg']}{value}"

@@ -112,7 +112,7 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, Real) and not isinstance(value, int) else value
 
 
-def flat_settings(settings: dict[str, object], path: str = "") -> dict[str, Any]:
+def flat_settings(settings: dict[str, object], path: str = "") -> dict[str, object]:
     """Flatten nested settings: {"adapter": {"shared_rank": 1}} becomes {"adapter.shared_rank": 1}."""
     flat: dict[str, object] = {}
     for key, value in settings.items():

@@ -63,7 +63,7 @@ def convert(kind: type, values: Mapping[str, str], owner: str, hidden: Collectio
     return {key: _read(f"{owner}: {key}", hints[key], text) for key, text in values.items()}
 
 
-def _read(name: str, hint: object, text: str) -> Any:
+def _read(name: str, hint: object, text: str) -> object:
     """Convert a string to the type `hint`. "none" stands for None, and slashes separate the entries of a list."""
     readings: list[object] = [None] if text.lower() == "none" else []
     for value in [*readings, text, text.split("/")]:
@@ -75,7 +75,7 @@ def _read(name: str, hint: object, text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _number(text: str) -> Any:
+def _number(text: str) -> object:
     """Return a string that is a number as this number, and any other string unchanged."""
     for kind in (int, float):
         with suppress(ValueError):

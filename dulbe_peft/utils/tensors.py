@@ -137,7 +137,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(tensor.sum().isfinite() or tensor.isfinite().all())
 
 
-def identity(tensors: Collection[torch.Tensor], samples: bool = False) -> tuple[Any, ...]:
+def identity(tensors: Collection[torch.Tensor], samples: bool = False) -> tuple[object, ...]:
     """Return a cache key for results computed from tensors, which changes if a tensor is replaced or written to.
 
     PyTorch does not count writes through `.data`, writes to inference tensors, or writes by collective operations,

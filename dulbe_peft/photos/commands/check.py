@@ -18,7 +18,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.photos.commands.advice import print_next_command
@@ -87,7 +87,7 @@ def check(
     overwrite: bool = OVERWRITE,
     device: str | None = None,
     whole_images: bool | None = None,
-    **splits: Any,
+    **splits: object,
 ) -> int:
     check_given(data=data or labels)
     data = data_or_labels(data, labels, "DATA")
@@ -140,7 +140,7 @@ def check(
     if page or csv:
         print(f"\nwritten: {' and '.join(filter(None, (page, csv)))}", file=words)
     print(file=words)
-    more: dict[str, Any] = {"data": None if labels else data}
+    more: dict[str, object] = {"data": None if labels else data}
     more |= {"test_fraction": 0.2 if test is None else None, "output": f"out-{name.partition('.')[0]}"}
     if test is None and any(UNLABELLED in why for _, why in inventory.left_out):
         more["test_split"] = "none"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dulbe_peft.arguments import Query, Share
 from dulbe_peft.photos.commands.advice import print_next_command
@@ -45,7 +45,7 @@ def evaluate(
     zero_shot: bool = setting(False, "measure the zero-shot accuracy on classes that were not learned"),
     scale: tuple[float, ...] = setting((), "for --zero-shot: factors of the learned change, 0 to 1"),
     with_learned: bool = setting(False, "test on images that were learned, too"),
-    **reading: Any,
+    **reading: object,
 ) -> None:
     if scale and not zero_shot:
         raise ValueError("--scale needs --zero-shot: give both")
@@ -114,7 +114,7 @@ def _by_group(evaluation: Evaluation, groups: np.ndarray) -> dict[str, object]:
 
 def _rejection(
     learner: ClassIncrementalLearner, evaluation: Evaluation | None, unknown: LabelledImages | None, reject: float
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Print and return the share of images that is rejected, for known and for other classes."""
     refused = None
     if evaluation is not None:
@@ -129,7 +129,7 @@ def _rejection(
 
 def _zero_shot(
     learner: ClassIncrementalLearner, known: LabelledImages | None, unknown: LabelledImages, scales: tuple[float, ...]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Print and return the text classifier's accuracy on classes that were not learned, and on learned ones if any."""
     from dulbe_peft.streams.retention import zero_shot_retention
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import click
 
@@ -69,7 +69,7 @@ def features(
     jobs: AtLeastOne | None = setting(None, "workers of --engine (default: one per core)"),
     address: str | None = setting(None, "address of a running Dask or Ray cluster (default: start workers here)"),
     overwrite: bool = OVERWRITE,
-    **reading: Any,
+    **reading: object,
 ) -> None:
     if engine is None and (jobs or address):
         raise ValueError("--jobs and --address need --engine: give --engine, or omit them")
@@ -110,7 +110,7 @@ def features(
         print_next_command("evaluate", learner, data=data, labels=None, split=split or None, to=sys.stderr)
     else:
         table, name = output or data, f"{Path(output or data).stem}-run"
-        flags: dict[str, Any] = {"labels": None, "output": name}
+        flags: dict[str, object] = {"labels": None, "output": name}
         if output is not None:  # the table has the labels, with their new names, and the groups
             grouped = any(images.groups is not None for images in parts.values())
             flags |= dict.fromkeys((*READ, *SPLITS)) | {"group": "group" if grouped else None}

@@ -11,7 +11,7 @@ Repeating the command continues it after a stop.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dulbe_peft.photos.commands.flags import LABELS, OVERWRITE, Folder
 from dulbe_peft.photos.commands.options import Load, command, data_settings, learner_options
@@ -44,7 +44,7 @@ def learn(
     no_update: bool = setting(False, "leave out images of known classes"),
     again: bool = setting(False, "learn images again that were learned or tested on before"),
     overwrite: bool = OVERWRITE,
-    **flags: Any,
+    **flags: object,
 ) -> None:
     data = setup.data_or_labels(data, labels)
     source = DataSource.of({"data": data, **flags}).absolute()

@@ -136,8 +136,8 @@ def help_all() -> Option:
             click.echo(ctx.get_help())
             ctx.exit()
 
-    facts: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": show}
-    return Option(["--help-all"], help="Show all settings and exit.", **facts)
+    text = "Show all settings and exit."
+    return Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=show, help=text)
 
 
 def run_settings(shown: Collection[str]) -> list[click.Parameter]:

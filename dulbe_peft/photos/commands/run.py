@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # torch is imported when the run is set up
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.results import Results
     from dulbe_peft.photos.runs.setup import Setup
+    from dulbe_peft.strategies.base import Strategy
 
 # The settings that `--help` shows; `--help-all` shows all.
 ESSENTIAL = (
@@ -160,7 +161,7 @@ def describe(setup: Setup) -> None:
         print(f"classifier {name}: {classifier.state.nbytes(total) / 2**20:.2f} MiB with {counted(total, 'class')}")
 
 
-def _describe_model(model: Any, strategy: Any) -> None:
+def _describe_model(model: Any, strategy: Strategy) -> None:
     """Print a line per kind of adapted layer, the trainable parameters, and the memory of the input statistics."""
     from dulbe_peft.photos.cost import statistics_bytes, trainable_parameters
 

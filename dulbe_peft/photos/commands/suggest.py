@@ -30,6 +30,8 @@ from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted, printable
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.photos.suggesting import Suggestion
 
@@ -73,7 +75,7 @@ def suggest(
     if table is not None and Path(table).resolve().parent != Path.cwd():  # its paths are relative to its own folder
         names = [os.path.abspath(name) for name in names]
     print("\n".join([f"{counted(len(suggested), 'photograph')} of {len(images)}", *notes]), file=stream)
-    lines: list[list[Any]] = [
+    lines: list[list[object]] = [
         [name, s.reason, s.proposed, "" if s.novelty is None else float(f"{s.novelty:.6g}")]
         for name, s in zip(names, suggested, strict=True)
     ]
@@ -88,7 +90,7 @@ def suggest(
         serve = next_command("serve", learner, photos=photos[0], output=new) if serves else ""
         _write_page(Path(page), images, features, suggested, serve)
     if csv is None and page is None:
-        print("\n".join(f"{printable(name)}\t{printable(reason)}" for name, reason, *_ in lines))
+        print("\n".join(f"{printable(n)}\t{printable(s.reason)}" for n, s in zip(names, suggested, strict=True)))
     else:
         print(f"written: {' and '.join(file for file in (csv, page) if file)}", file=stream)
     advice = "write a table LABELS.csv with the columns path and label and a line for each photograph; then"
@@ -114,7 +116,7 @@ def _is_learner(path: str) -> bool:
 
 
 def _write_page(
-    path: Path, images: LabelledImages, features: Any, suggested: Sequence[Suggestion], command: str
+    path: Path, images: LabelledImages, features: Tensor, suggested: Sequence[Suggestion], command: str
 ) -> None:
     """Write a page of the suggestions and the `command` that opens the page to label them.
 

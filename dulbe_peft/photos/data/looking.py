@@ -5,7 +5,6 @@ This is the only place where the application looks at pictures before they are e
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -47,10 +46,10 @@ def undecodable(
         return None
 
     hidden = None if progress and processes.world()[0] == 0 else True  # None shows the bar only in a terminal
-    shown: dict[str, Any] = {"unit": " images", "delay": 1.0, "leave": False, "disable": hidden, "total": len(images)}
     with ThreadPoolExecutor() as pool:  # decoders release Python's lock, and reading waits for the disk
-        problems = enumerate(tqdm(pool.map(problem, range(len(images))), desc="read", **shown))
-        return {index: why for index, why in problems if why is not None}
+        problems = pool.map(problem, range(len(images)))
+        bar = tqdm(problems, "read", len(images), unit=" images", delay=1.0, leave=False, disable=hidden)
+        return {index: why for index, why in enumerate(bar) if why is not None}
 
 
 def inspect_images(dataset: object, split: str | None = None) -> Inventory:

@@ -109,13 +109,13 @@ class DataSource:
             raise ValueError(f"images_per_class must be like 8, or 2,32, or longtail:32, got {count!r:.100}")
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Self:
+    def of(cls, settings: Mapping[str, object]) -> Self:
         """Return the source that an entry of `sources.json`, or any settings with these fields, describes.
 
         None stands for the default.
         """
-        names = (field.name for field in fields(cls))
-        return cls(**{name: value for name in names if (value := settings.get(name)) is not None})
+        given: dict[str, Any] = {field.name: settings.get(field.name) for field in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
     def entry(self) -> dict[str, object]:
         """Return the fields, for `sources.json`."""

@@ -77,7 +77,7 @@ def write_report(
 def _content(run: RunFolder, key: str) -> dict[str, object]:
     """Return what the template shows about a run; `key` is unique among the runs of the page."""
     losses = [record.loss for record in run.records]
-    settings = {"model": run.base_model} if run.base_model else {}
+    settings: dict[str, object] = {"model": run.base_model} if run.base_model else {}
     settings |= dict(sorted(flat_settings(run.settings).items()))
     learned = Counter({name: count for record in run.records for name, count in record.images.items()})
     by_class = run.results.classes.get(run.first)

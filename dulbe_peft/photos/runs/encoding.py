@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -38,9 +37,10 @@ def fill_store(
     rows = sorted(missing.values())
     size = min(SHARD, max(64, len(rows) // (4 * workers)))
     shards = [_subset(images, images.indices[rows[start : start + size]]) for start in range(0, len(rows), size)]
-    shown: dict[str, Any] = {"unit": " images", "delay": UNSHOWN, "disable": None if learner.args.progress else True}
+    hidden = None if learner.args.progress else True  # None shows the bar only in a terminal
     encode = partial(_encode, OncePerProcess(load))
-    with tqdm(total=len(rows), desc=f"encode, {key.precision}", **shown) as bar:
+    title = f"encode, {key.precision}"
+    with tqdm(total=len(rows), desc=title, unit=" images", delay=UNSHOWN, disable=hidden) as bar:
         for worker_key, contents, features in side_by_side(encode, zip(shards), workers, engine, address):
             if worker_key != key:
                 raise ImportError("a worker has a different processor, or different versions of torch or Pillow")

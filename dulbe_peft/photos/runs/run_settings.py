@@ -4,7 +4,7 @@ Flags override the file, and the file overrides the defaults.
 """
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -86,7 +86,7 @@ class RunSettings(NamedTuple):
     learner: LearnerArguments
 
     @classmethod
-    def of(cls, settings: dict[str, Any]) -> "RunSettings":
+    def of(cls, settings: Mapping[str, object]) -> "RunSettings":
         """Return settings by name as these records, which check them."""
         return cls(*(pick(kind, settings) for kind in GROUPS.values()))
 
@@ -130,14 +130,14 @@ def _yaml_loader() -> "type[yaml.SafeLoader]":
     return Loader
 
 
-def given_settings(config: str | None, flags: dict[str, object]) -> dict[str, Any]:
+def given_settings(config: str | None, flags: dict[str, object]) -> dict[str, object]:
     """Return the settings of the YAML file, overridden by the flags that were given."""
     file = {} if config is None else read_yaml(Path(config), "configuration")
     settings = setting_values(file, f"configuration file {config!r}")
     return settings | _templates({name: value for name, value in flags.items() if value not in (None, ())})
 
 
-def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
+def setting_values(loaded: dict[str, object], owner: str) -> dict[str, object]:
     """Return the settings of a YAML file, with strings such as 1e-3 or no converted to the types of the fields."""
     from dulbe_peft.utils.specs import closest
 
@@ -147,8 +147,8 @@ def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
             hint = closest(str(name), sorted(hints)).partition(" (known")[0]
             raise ValueError(f"{owner} has an unknown setting {name!r}{hint}")
     converted = {name: from_text(name, value, hints[name]) for name, value in loaded.items() if isinstance(value, str)}
-    if isinstance(loaded.get("classifiers"), list):
-        converted["classifiers"] = ",".join(map(str, loaded["classifiers"]))
+    if isinstance(specs := loaded.get("classifiers"), list):
+        converted["classifiers"] = ",".join(map(str, specs))
     return _templates(loaded | converted)
 
 
@@ -165,19 +165,19 @@ def from_text(name: str, text: str, hint: object) -> Any:
     return check_value(name, hint, text, strict=False)
 
 
-def validated(settings: dict[str, Any]) -> RunSettings:
+def validated(settings: Mapping[str, object]) -> RunSettings:
     """Return the settings of a run as records, which check them; strategy and classifiers are parsed as well."""
     records = RunSettings.of(settings)
     _ = records.model.methods
     return records
 
 
-def pick(kind: Any, settings: dict[str, Any]) -> Any:
+def pick(kind: Any, settings: Mapping[str, object]) -> Any:
     """Return an instance of the dataclass `kind`, made from those settings that are its fields."""
     return kind(**{name: settings[name] for name in field_types(kind) if name in settings})
 
 
-def _templates(settings: dict[str, object]) -> dict[str, Any]:
+def _templates(settings: dict[str, object]) -> dict[str, object]:
     """Return the settings with the name of a file of prompt templates replaced by the file's lines."""
     value = settings.get("prompt_template")
     if not isinstance(value, (str, list, tuple)):

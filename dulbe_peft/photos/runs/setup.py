@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
 from dulbe_peft.data.names import normalized
@@ -129,7 +129,7 @@ def _find_tests(
     raise ValueError(f"the images in {data} are not those that the task was tested on")
 
 
-def tests_of(source: Mapping[str, Any] | None) -> dict[str, str]:
+def tests_of(source: Mapping[str, object] | None) -> dict[str, str]:
     """The flags with which `evaluate` finds the test images of a task's source, as far as they lie apart and here.
 
     Those that a run held out lie among those that it learned.
@@ -138,7 +138,7 @@ def tests_of(source: Mapping[str, Any] | None) -> dict[str, str]:
         return {"data": str(source["test_data"])}
     if source is not None and source.get("test_split") not in (None, "none") and not source.get("test_fraction"):
         folder = Path(str(source.get("data")))
-        for split in (source["test_split"], *VALIDATION):
+        for split in (str(source["test_split"]), *VALIDATION):
             if (folder / split).is_dir():
                 return {"data": str(folder)} | ({} if split == "test" else {"split": split})
     return {"data": "PHOTOS"}
@@ -180,7 +180,7 @@ class Setup:
     tasks: list[Task]  # empty if the settings name no data
     left_out: list[str]  # lines on the problems of the data, such as files that are left out
 
-    def class_texts(self) -> dict[str, Any]:
+    def class_texts(self) -> dict[str, list[str]]:
         """Return the texts given for the stream's classes; print which other classes in the file are left out."""
         if self.stream.class_texts is None:
             return {}
@@ -197,9 +197,8 @@ class Setup:
         """Run the stream in its output folder."""
         from dulbe_peft.streams.run import run_stream
 
-        source, texts = self.source.entry(), self.class_texts()
-        options: dict[str, Any] = {"source": source, "class_texts": texts, "keep_features": keep_features}
-        return run_stream(self.learner, self.tasks, self.stream.output, **options)
+        texts, given = self.class_texts(), (self.learner, self.tasks, self.stream.output)
+        return run_stream(*given, source=self.source.entry(), class_texts=texts, keep_features=keep_features)
 
 
 def unreadable_finder(learner: ClassIncrementalLearner) -> Look:

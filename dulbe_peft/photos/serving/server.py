@@ -62,7 +62,7 @@ class PageServer(ThreadingHTTPServer):
                 return name in self.names or (self.address.is_unspecified and ip_address(name) is not None)
         return False
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: Any, client_address: object) -> None:
         """Print nothing if the client has closed the connection."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
