@@ -32,8 +32,8 @@ from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import announce, counted, printable
 
 if TYPE_CHECKING:
-    from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
+    from dulbe_peft.photos.data.grouping import Parts
     from dulbe_peft.photos.data.inventory import Found, Inventory, Pictures
     from dulbe_peft.photos.doubtful_labels import Doubt, Trial
 
@@ -123,14 +123,10 @@ def check(
             print(f"\n{VIEWS}", file=words)
         print("\n".join(["", *_listed(doubtful), *reliability]), file=words)
     if page is not None:
-        content = {"name": name, "inventory": inventory, "problems": [*inventory.problems(), *small]}
-        content |= {"alike": alike, "views": [of[:VIEWED] for of in views[:STRIPS]]}
-        by_harm = sorted(inventory.duplicates, key=lambda pair: pair.first.split == pair.second.split)  # leaks first
-        content |= {"pairs": by_harm[:PAIRS], "doubtful": doubtful[:DOUBTFUL], "found": len(doubtful)}
-        _write_page(Path(page), parts, content | {"reliability": reliability})
-    seen = inventory.pictures.items()
-    blank = [[split, parts[split].item_name(at), "blank", why] for (split, at), (_, why, _) in seen if why]
-    rows = [*_findings(inventory, doubtful), *tiny, *blank]
+        content: dict[str, object] = {"name": name, "alike": alike, "problems": [*inventory.problems(), *small]}
+        content |= {"doubtful": doubtful[:DOUBTFUL], "found": len(doubtful), "reliability": reliability}
+        _write_page(Path(page), parts, inventory, views, content)
+    rows = [*_findings(parts, inventory, doubtful, tiny)]
     if csv is not None:
         width = len(HEADER)
         write_csv(csv, HEADER, ([*map(printable, row), *[""] * (width - len(row))] for row in rows))
@@ -148,8 +144,10 @@ def check(
     return 2 if inventory.unreadable else 0
 
 
-def _write_page(path: Path, parts: Mapping[str, LabelledImages], content: dict[str, object]) -> None:
-    """Write the page, with a strip of training images for each class."""
+def _write_page(
+    path: Path, parts: Parts, inventory: Inventory, views: list[list[tuple[str, int]]], content: dict[str, object]
+) -> None:
+    """Write the page, with a strip of training images for each class, and strips of `views`, which look alike."""
     import numpy as np
 
     from dulbe_peft.photos.report.html import write_page
@@ -160,13 +158,16 @@ def _write_page(path: Path, parts: Mapping[str, LabelledImages], content: dict[s
         places = np.flatnonzero(train.labels == label)
         some = places[np.linspace(0, len(places) - 1, min(STRIP, len(places)), dtype=int)]
         strips.append((name, len(places), [picture(train, int(index)) for index in some]))
-    shown = {"strips": strips, "printable": printable}
-    views = [[picture(parts[split], index) for split, index in of] for of in content["views"]]  # type: ignore[attr-defined]
-    pictured = {"picture": lambda image: picture(parts[image.split], image.place), "views": views}
-    write_page(path, "check.html", content | shown | pictured)
+    by_harm = sorted(inventory.duplicates, key=lambda pair: pair.first.split == pair.second.split)  # leaks first
+    content |= {"inventory": inventory, "strips": strips, "pairs": by_harm[:PAIRS], "printable": printable}
+    content["views"] = [[picture(parts[split], at) for split, at in of[:VIEWED]] for of in views[:STRIPS]]
+    content["picture"] = lambda image: picture(parts[image.split], image.place)
+    write_page(path, "check.html", content)
 
 
-def _findings(inventory: Inventory, doubtful: list[Doubtful]) -> Iterator[list[str]]:
+def _findings(
+    parts: Parts, inventory: Inventory, doubtful: list[Doubtful], tiny: list[list[str]]
+) -> Iterator[list[str]]:
     """Yield the rows of the table, without the last two columns if they are empty."""
     from dulbe_peft.photos.data.inventory import ALIKE
 
@@ -180,10 +181,14 @@ def _findings(inventory: Inventory, doubtful: list[Doubtful]) -> Iterator[list[s
     for found in doubtful:
         for image in found.images:
             yield [image.split, image.name, LOOKS, found.why, found.proposed, found.probability]
+    yield from tiny
+    for (split, at), (_, blank, _) in inventory.pictures.items():
+        if blank:
+            yield [split, parts[split].item_name(at), "blank", blank]
 
 
 def _doubtful(
-    parts: Mapping[str, LabelledImages], learner: ClassIncrementalLearner, group_names: Mapping[int, str]
+    parts: Parts, learner: ClassIncrementalLearner, group_names: Mapping[int, str]
 ) -> tuple[list[Doubtful], list[str], list[list[tuple[str, int]]]]:
     """Return the items or images with doubtful labels, lines on labels and names, and photographs that look alike."""
     import numpy as np
@@ -269,7 +274,7 @@ def _reliability(trial: Trial | None, unit: str = "image") -> list[str]:
     return [line]
 
 
-def _tiny(parts: Mapping[str, LabelledImages], pictures: Pictures) -> list[list[str]]:
+def _tiny(parts: Parts, pictures: Pictures) -> list[list[str]]:
     """Return the rows of the table about small images, or none if most images are small and probably meant to be."""
     tiny = [
         [split, parts[split].item_name(index), "tiny", "{} x {}".format(*size)]

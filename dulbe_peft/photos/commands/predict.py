@@ -110,10 +110,10 @@ def predict(
     _warn(loaded, query.reject)
     rows: list[Prediction] = []
     name = loaded.classifier.name
-    writers = _writers(photos, package, name)
-    wanted = [(path, writers[flag]) for flag, path in outputs.items() if flag in writers]
     photographs = unlabelled_images(images)
     items = _items(photographs, group, group_seconds, query.top_k) if grouping else None
+    writers = _writers(photos, package, name, items)
+    wanted = [(outputs[flag], write) for flag, write in writers.items() if flag in outputs]
     with ExitStack() as opened:
         copy = opened.enter_context(output_files.sorted_folder(sort_into)) if sort_into else None
         if csv and not is_stream(csv):
@@ -124,9 +124,7 @@ def predict(
                 print(_line(row), flush=True)
             if row.error is None and copy is not None:
                 copy(Path(row.image), row.classes[0] if row.known else NONE)
-        if items is not None and by_group is not None:
-            items.write(by_group)
-        elif items is not None and not wanted:
+        if items is not None and not wanted:
             print(*map(_line, items.answers().values()), sep="\n")
         for path, write in wanted:
             write(rows, path)
@@ -145,15 +143,15 @@ def predict(
     return 2 if all(unread) else _missing(images)
 
 
-def _writers(photos: str, package: Path | None, classifier: str) -> dict[str, Writer]:
-    """Return the function that writes each output of a row per image, by its flag.
+def _writers(photos: str, package: Path | None, classifier: str, items: ItemAnswers | None) -> dict[str, Writer]:
+    """Return the function that writes each output, by its flag.
 
     Timelapse and Label Studio see the photographs in the folder `photos`, and `package` is a Camtrap DP package.
     """
     from dulbe_peft.photos import output_files as files
 
-    found: dict[str, Writer] = {"--csv": files.write_table, "--json": files.write_json}
-    found["--exiftool"] = files.write_keywords
+    found: dict[str, Writer] = {} if items is None else {"--by-group": lambda _, file: items.write(file)}
+    found |= {"--csv": files.write_table, "--json": files.write_json, "--exiftool": files.write_keywords}
     if photos:
         found["--timelapse"] = partial(files.write_timelapse, root=_timelapse_root(photos))
         # Label Studio wants the photographs in a folder below its root.
