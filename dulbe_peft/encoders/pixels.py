@@ -216,7 +216,7 @@ def read_batches(
     hidden = not args.progress or processes.world()[0] > 0
     # `disable=None` shows the bar only on a terminal.
     total, disable = sum(map(len, batches)), hidden or None
-    with tqdm(None, title, total, unit=" images", delay=UNSHOWN, leave=False, disable=disable) as bar:
+    with tqdm(total=total, desc=title, unit=" images", delay=UNSHOWN, leave=False, disable=disable) as bar:
         loader: Any
         if ahead:  # a batch of large photographs takes long, so the bar moves with each one that is read
             loader = _read_ahead(images, batches, device, bar.update)
