@@ -330,3 +330,20 @@ def test_unusual_image_processor_is_not_replaced_by_pillow_and_numpy():
         image_processor = tiny.make_image_processor("siglip")
         setattr(image_processor, name, value)
         assert processor_steps(type("Processor", (), {"image_processor": image_processor})()) is None
+
+
+def test_image_processor_with_slightly_other_pixels_is_not_replaced():
+    """Without the bound of 1e-5, a difference of 5e-5 would go unnoticed into every image of an export."""
+
+    class Other:
+        def __init__(self, shift):
+            self.shift, self.given = shift, tiny.make_image_processor("siglip")
+
+        def to_dict(self):
+            return self.given.to_dict()
+
+        def __call__(self, **images):
+            return {"pixel_values": [rows + self.shift for rows in self.given(**images)["pixel_values"]]}
+
+    found = [processor_steps(type("Processor", (), {"image_processor": Other(shift)})()) for shift in (0.0, 5e-5)]
+    assert found[0] is not None and found[1] is None

@@ -36,8 +36,13 @@ from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.files import write_json
 from dulbe_peft.utils.templates import render
 
-SIZES = ((301, 200), (97, 331), (64, 64), (17, 23), (640, 481))
-TOLERANCE = 1e-5
+ENCODER_FILE, HEAD_FILE, GRAPH_FACTS_FILE = "encoder.onnx", "head.onnx", "model.json"
+PROBABILITIES, LOGITS = "probabilities", "logits"
+# precision -> (suffix of the file's stem, name of the precision in transformers.js)
+_NAMES = {"float32": ("", "fp32"), "float16": ("_fp16", "fp16"), "int8": ("_quantized", "q8")}
+# Sizes of images on which preprocessing is compared, and the largest difference of pixel values that is rounding.
+SIZES, PIXEL_TOLERANCE = ((301, 200), (97, 331), (64, 64), (17, 23), (640, 481)), 1e-5
+CHECKED_BATCHES, TOLERANCE = (1, 3, 8), 1e-4  # of graphs: images in a batch, and the difference of probabilities
 
 
 def rgb(image: Image.Image, side: int = 0) -> Image.Image:
@@ -89,19 +94,11 @@ def processor_steps(processor: Any, jpeg_side: int = 0) -> dict[str, object] | N
             image = Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
             expected = np.asarray(image_processor(images=image, return_tensors="np")["pixel_values"][0])
             values = pixel_values(image, steps)
-            if values.shape != expected.shape or np.abs(values - expected).max() > TOLERANCE:
+            if values.shape != expected.shape or np.abs(values - expected).max() > PIXEL_TOLERANCE:
                 return None
     except (AttributeError, KeyError, TypeError, ValueError):  # the processor has different settings
         return None
     return steps
-
-
-ENCODER_FILE, HEAD_FILE, GRAPH_FACTS_FILE = "encoder.onnx", "head.onnx", "model.json"
-PROBABILITIES, LOGITS = "probabilities", "logits"
-# precision -> (suffix of the file's stem, name of the precision in transformers.js)
-_NAMES = {"float32": ("", "fp32"), "float16": ("_fp16", "fp16"), "int8": ("_quantized", "q8")}
-TOLERANCE = 1e-4
-CHECKED_BATCHES = (1, 3, 8)
 
 
 def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, precision: str) -> str:
