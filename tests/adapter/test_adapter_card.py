@@ -12,6 +12,7 @@ from adapted_clip import CONFIG, forget_digest, learned
 from hub_stub import on_this_process
 from huggingface_hub import HfApi, ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from processes import run
 from transformers import CLIPModel, CLIPVisionModelWithProjection, ResNetConfig, ResNetModel
 
 from dulbe_peft import (
@@ -172,7 +173,7 @@ messages = [entry[1] for entry in added if entry[1] is not None]
 assert all("dulbe_" in message.pattern for message in messages if "dapter" in message.pattern), messages
 assert not any("gradient_checkpointing" in message.pattern for message in messages), messages
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run("-c", code)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -2,13 +2,12 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 from adapted_clip import CONFIG, learned, outputs
 from peft import LoraConfig, PeftModel, PeftModelForCausalLM, get_peft_model, inject_adapter_in_model
+from processes import run
 from safetensors import safe_open
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -55,7 +54,7 @@ assert "dulbe_peft.adapter.peft_model" in sys.modules and len(kinds) > 5
 assert before == {kind: dict(vars(kind)) for kind in kinds}, [k for k in kinds if before[k] != dict(vars(k))]
 assert mapping == peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run("-c", code)
     assert done.returncode == 0, done.stderr
 
 

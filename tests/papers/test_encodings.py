@@ -2,14 +2,13 @@
 
 import copy
 import json
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 
 import pytest
 import torch
 from lives import images_of, learned, tiny_base, tiny_learner
+from processes import run
 from tiny_encoders import save_encoder
 from torch import nn
 
@@ -60,33 +59,22 @@ def test_one_image_has_the_feature_that_it_has_in_a_batch_of_24(two_tasks):
         assert learner.predict(pixels[row]) == learner.predict(pixels)[row]
 
 
-@pytest.fixture(scope="module")
-def fresh():
-    """Return a function that loads the learner of a folder, and uses it, in a process that has made no learner."""
-    code = (
-        "import sys, json, torch; from dulbe_peft import ClassIncrementalLearner as L\n"
-        "for f in map(str.strip, sys.stdin):\n"
-        "    l = L.from_pretrained(f + '/saved'); x = list(torch.load(f + '/pixels.pt'))\n"
-        "    print(json.dumps([l.image_embeds(x).tolist(), l.predict(x), l.encoder.encoding.digest]), flush=True)"
-    )
-    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+FRESH = """
+import json, sys, torch
+from dulbe_peft import ClassIncrementalLearner
 
-        def ask(folder):
-            process.stdin.write(f"{folder}\n")
-            process.stdin.flush()
-            return json.loads(next(line for line in process.stdout if line.startswith("[[")))
-
-        yield ask
-        process.stdin.close()
+learner = ClassIncrementalLearner.from_pretrained(sys.argv[1] + "/saved")
+pixels = list(torch.load(sys.argv[1] + "/pixels.pt"))
+print(json.dumps([learner.image_embeds(pixels).tolist(), learner.predict(pixels), learner.encoder.encoding.digest]))
+"""
 
 
 @pytest.mark.slow
-def test_loaded_in_a_fresh_process_features_and_predictions_are_equal(two_tasks, fresh, tmp_path):
+def test_loaded_in_a_fresh_process_features_and_predictions_are_equal(two_tasks, tmp_path):
     learner, pixels = two_tasks, torch.stack([pixels for pixels, _ in IMAGES])
     learner.save_pretrained(tmp_path / "saved")
     torch.save(pixels, tmp_path / "pixels.pt")
-    features, names, digest = fresh(tmp_path)
+    features, names, digest = json.loads(run("-c", FRESH, tmp_path, check=True).stdout)
     assert names == learner.predict(list(pixels)) and digest == learner.encoder.encoding.digest
     torch.testing.assert_close(torch.tensor(features), learner.image_embeds(list(pixels)), rtol=0, atol=1e-6)
 

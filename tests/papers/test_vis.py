@@ -3,13 +3,12 @@
 import copy
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 from literal_tower import literal_tower, normal
 from lives import images_of, learned, stream, tiny_base, tiny_learner
+from processes import run
 from tiny_encoders import make_model, make_processor, save_encoder
 from torch.nn import functional as F
 
@@ -201,8 +200,8 @@ def test_names_are_compared_with_the_projection_of_unprojected_features(tmp_path
         "l = L.from_pretrained(f + '/saved'); x = l.image_embeds(list(torch.load(f + '/pixels.pt')))\n"
         "print(json.dumps({name: each(x).tolist() for name, each in l.classifiers.items()}))"
     )
-    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    for name, scores in json.loads(run.stdout.splitlines()[-1]).items():
+    done = run("-c", code, tmp_path, check=True)
+    for name, scores in json.loads(done.stdout.splitlines()[-1]).items():
         expected = learner.classifiers[name](learner.image_embeds(PIXELS))
         torch.testing.assert_close(torch.tensor(scores), expected, rtol=1e-5, atol=1e-5)
 

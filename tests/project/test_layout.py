@@ -2,17 +2,15 @@
 
 import ast
 import graphlib
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
 from documents import setup_cfg, text_of
+from processes import run
 
 import dulbe_peft
 from dulbe_peft.photos.commands.main import commands
@@ -194,29 +192,16 @@ def test_api_references_in_docs_resolve():
             assert pkgutil.resolve_name(name), (page.name, name)
 
 
-LOADED = """
-import os
-import sys
-
-import transformers
-
-for statement in (
-    "from dulbe_peft import BridgeEnsembleHead",
-    "from peft import get_peft_model; from dulbe_peft import DualModeLoraConfig, DualModeLoraModel",
-):
-    if (child := os.fork()) == 0:  # what one statement imports is not there for the next
-        exec(statement)
-        print(*(name for name in sys.modules if name.partition(".")[0] == "dulbe_peft"), flush=True)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_import_loads_few_of_our_modules():
-    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
-    head, adapter = (line.split() for line in done.stdout.splitlines())
+    head, adapter = (
+        run("-c", f"{statement}\nimport sys; print(*sys.modules)", check=True).stdout.split()
+        for statement in (
+            "from dulbe_peft import BridgeEnsembleHead",
+            "from peft import get_peft_model; from dulbe_peft import DualModeLoraConfig, DualModeLoraModel",
+        )
+    )
+    head, adapter = ([name for name in names if name.partition(".")[0] == "dulbe_peft"] for names in (head, adapter))
     # A classifier has a file for each of its parts, and needs no other folder except for the names of classes.
     folders = ("dulbe_peft.classifiers", "dulbe_peft.utils")
     others = [name for name in head if not name.startswith(folders)]

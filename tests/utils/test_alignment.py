@@ -1,13 +1,13 @@
 """Weights and inputs lie at multiples of 64 bytes, so that a loaded model rounds as the saved one did."""
 
 import shutil
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import tiny_encoders as tiny
 import torch
+from processes import run
 from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, CLIPModel
 
@@ -122,6 +122,5 @@ def test_loading_needs_memory_for_one_copy_of_the_weights(tmp_path):
     CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).save_pretrained(tmp_path)
     size = (tmp_path / "model.safetensors").stat().st_size
     assert size > 200e6
-    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
-    needed = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    needed = int(run("-c", MEASURE, tmp_path, check=True).stdout)
     assert 0.9 * size < needed < 2**26 + 1.2 * size  # 64 MiB for the modules that are imported meanwhile

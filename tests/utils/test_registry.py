@@ -1,9 +1,7 @@
 """Classes by name: of this package, of other installed packages, and of a program."""
 
-import subprocess
-import sys
-
 import pytest
+from processes import run
 
 from dulbe_peft.utils.specs import Registry
 
@@ -61,8 +59,7 @@ def printed(tmp_path_factory):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-plugin\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{USE}"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run("-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{USE}")
     assert done.returncode == 0, done.stderr
     return done.stdout
 
