@@ -11,6 +11,7 @@ import pytest
 from documents import setup_cfg, text_of
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+from processes import run
 
 from dulbe_peft.utils.extras import PHOTOS, TESTED, installed
 
@@ -78,23 +79,33 @@ def test_error_that_transformers_hides_is_explained():
                 raise hidden from error
 
 
+# Both processes import what does not read torchvision, which takes longest, once.
+UNFIT = """
+import os, runpy, sys
+import scipy.stats, torch._dynamo, torch.distributed.checkpoint, torch.distributed.tensor
+
+if os.fork() == 0:
+    from dulbe_peft import DualModeLoraConfig
+os.wait()
+sys.argv[0] = ""
+runpy.run_module("dulbe_peft", run_name="__main__")
+"""
+
+
 @pytest.mark.slow
 def test_torchvision_that_does_not_fit_torch_is_named(tmp_path):
     facts = tmp_path / "torchvision-0.28.0.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    for command in (
-        ["-m", "dulbe_peft", "demo", "--output", str(tmp_path / "demo")],
-        ["-c", "from dulbe_peft import DualModeLoraConfig"],
-    ):
-        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
-        assert done.returncode and "torchvision 0.28.0 does not fit torch 2." in done.stderr.splitlines()[-1]
-    listed = subprocess.run(
-        [sys.executable, "-m", "dulbe_peft", "env"], env=environment, capture_output=True, text=True
-    )
-    assert "torchvision: 0.28.0" in listed.stdout.splitlines()
+    command = [sys.executable, "-c", UNFIT, "demo", "--output", str(tmp_path / "demo")]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    *_, imported, commanded = done.stderr.splitlines()
+    message = "torchvision 0.28.0 does not fit torch 2."
+    assert done.returncode == 2 and imported.startswith(f"ImportError: {message}"), done.stderr
+    assert commanded.startswith(f"dulbe-peft: {message}")
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from dulbe_peft.photos.__main__ import start; sys.exit(start())"
+    assert "torchvision: 0.28.0" in run("-c", code, tmp_path, "env", check=True).stdout.splitlines()
 
 
 @pytest.mark.rare
