@@ -16,6 +16,7 @@ do not show what it takes to import `IMPORTED`. Where a test is about that, and 
 import atexit
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -96,7 +97,7 @@ class Process:
 def run(*words, check=False, **options):
     """Run a program to its end; return what `subprocess.run(..., capture_output=True, text=True)` returns."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        process = Process(*words, stdout=out, stderr=errors, **options)
+        process = Process(*words, **{"stdout": out, "stderr": errors, **options})
         process.wait()
         out.seek(0)
         errors.seek(0)
@@ -153,12 +154,28 @@ def look_after(connection, streams):
     return job
 
 
+def standard(name, number):
+    """Open a standard stream as Python does when it starts."""
+    given = getattr(sys, name)
+    file = io.FileIO(number, "w" if number else "r", closefd=False)
+    file.name = given.name
+    buffer = file if given.write_through else io.BufferedWriter(file) if number else io.BufferedReader(file)
+    lines = given.line_buffering or file.isatty()
+    stream = io.TextIOWrapper(buffer, given.encoding, given.errors, "\n", lines, given.write_through)
+    stream.mode = given.mode
+    return stream
+
+
 def become(words, environment, folder):
     """Run a program in this process as Python runs it, and end the process as Python ends."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = standard(name, number)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     importlib.invalidate_caches()
     sys.modules["numpy"].random.seed()
     main = sys.modules["__main__"] = ModuleType("__main__")

@@ -69,6 +69,7 @@ print(sys.argv, __name__, sys.path[0], os.getcwd(), os.environ["CASE"], sys.stdi
         "os.close(1)",
         "import threading; threading.Thread(target=lambda: print('thread')).start()",
         "import dulbe_peft.gone",
+        "print(sys.stdin, sys.stdout, sys.stderr, sys.stdout.buffer, sys.stdout is sys.__stdout__)",
     ],
 )
 def test_process_of_a_test_ends_as_one_of_python(last, tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from processes import run
 from small_runs import MACHINE, parse
 
 import dulbe_peft
@@ -371,6 +372,8 @@ def test_shell_completes_commands_and_flags():
 
 @pytest.mark.slow
 def test_closed_pipe_ends_the_command_quietly():
-    command = f"{sys.executable} -m dulbe_peft env | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    closed, pipe = os.pipe()
+    os.close(closed)
+    done = run("-m", "dulbe_peft", "env", stdout=pipe)
+    os.close(pipe)
     assert done.returncode == 141 and done.stderr == ""
