@@ -1,6 +1,7 @@
 """A hand-written comparison of four rows on two streams."""
 
 from dulbe_peft.utils.records import write_record
+from research.comparison import cells
 from research.comparison.comparison_file import COMPARISON_FILE, Comparison, Entry, Retention
 from research.comparison.intervals import Difference
 from research.comparison.plan import Plan, Row
@@ -74,3 +75,18 @@ def without_times(entries):
 
 def write_into(comparison, folder):
     write_record(folder / COMPARISON_FILE, comparison)
+
+
+def forget_fingerprints():
+    """Forget the fingerprints of images and models, as in another process."""
+    for function in (cells._fingerprints, cells._never_learned_fingerprint, cells.cached_model_fingerprint):
+        function.cache_clear()
+
+
+def with_other_weights(model):
+    """Change the last weight in a model's folder."""
+    path = model / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+    forget_fingerprints()

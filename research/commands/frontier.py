@@ -8,7 +8,7 @@ repeating the command continues with the others.
 
 from pathlib import Path
 
-from dulbe_peft.photos.commands.flags import OVERWRITE, Folder
+from dulbe_peft.photos.commands.flags import Folder
 from dulbe_peft.photos.commands.options import command
 from dulbe_peft.photos.commands.paths import FOLDER, claim
 from dulbe_peft.utils.settings import AtLeastOne, setting
@@ -21,13 +21,17 @@ def frontier(
     cells: Folder | None = setting(None, "folder with cells measured before (default: the project's of this file)"),
     draw: bool = setting(False, "draw what is measured, and run nothing"),
     jobs: AtLeastOne | None = setting(None, "number of parallel runs, at most one per core (default: all cores)"),
-    overwrite: bool = OVERWRITE,
+    overwrite: bool = setting(
+        False, "rename an existing output to NAME.old; measure again all that is not in --cells"
+    ),
 ) -> None:
     from research.benchmarks.curves import CELLS, FILES
     from research.comparison.frontier import frontier
     from research.comparison.frontier_page import frontier_text, write_figures
     from research.comparison.plan import LAST_TASK, read_plan
 
+    if draw and overwrite:
+        raise ValueError("--overwrite would move away the measured cells that --draw draws: omit one of them")
     plan, folder = read_plan(file), Path(output)
     unlearned = (row[0] for row in plan.retentions.values() if row[0] != LAST_TASK)
     data = (*(stream["data"] for stream in plan.streams.values()), *unlearned)

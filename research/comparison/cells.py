@@ -25,6 +25,7 @@ from dulbe_peft.checkpoints.layout import TIMINGS_FILE, task_folders
 from dulbe_peft.classifiers.registry import CLASSIFIERS, parse_classifier
 from dulbe_peft.data.images import LabelledImages, named_images
 from dulbe_peft.encoders.loading import has_text
+from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.task_features import Answers, learn_from_features, read_features
 from dulbe_peft.photos.cost import trainable_parameters
@@ -36,7 +37,7 @@ from dulbe_peft.streams.retention import zero_shot_retention
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.files import damage, read_json
-from dulbe_peft.utils.folders import MANIFEST
+from dulbe_peft.utils.folders import MANIFEST, file_sha256, json_sha256
 from dulbe_peft.utils.records import Record, read_record, write_record
 from dulbe_peft.utils.specs import parse_spec
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
@@ -83,7 +84,8 @@ class CellRecord(Record):
     text_embeds: str
     cost: Cost
     text: bool
-    data: list[str | None]
+    images: list[str | None]  # of `images_fingerprint`
+    model: str  # of `model_fingerprint`, taken before the training
     retention: Retention | None
     retention_of: list[Any]
     finished: str
@@ -165,6 +167,7 @@ def train(cell: Cell, folder: Path) -> CellRecord:
 def _train(cell: Cell, folder: Path) -> CellRecord:
     # A run needs at least one classifier. The classifiers of the table learn later, from the features of the run.
     fixed = {"classifiers": "prototype", "output": str(folder), "progress": False}
+    model = model_fingerprint(cell.settings["model"])
     setup = set_up(*validated(cell.settings | fixed))
     if any(task.test is None for task in setup.tasks):
         raise ValueError(f"{setup.source.data} has no test images; set test_fraction to hold some images out")
@@ -198,7 +201,8 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
             learning_rate=strategy.rate(args) if strategy.adapts else None,
         ),
         text=has_text(learner.clip),
-        data=data_fingerprint(cell.settings),
+        images=images_fingerprint(cell),
+        model=model,
         retention=None if never is None else _retention(learner, never, cell.retention[1:], setup.tasks),
         retention_of=list(cell.retention),
         finished=time.strftime("%Y-%m-%d"),
@@ -211,13 +215,17 @@ def _never_learned(cell: Cell, tasks: Sequence[Task]) -> LabelledImages | None:
     if data is None:
         return None
     if data != LAST_TASK:
-        train_images, test_images, _ = DataSource(data).open()
-        return train_images if test_images is None else test_images
+        return _never_learned_images(data)
     if len(tasks) == 1:
         raise ValueError(f"retention is {data!r}, but the stream has a single task; choose a smaller increment")
     names = [name for task in tasks for name in task.class_names]
     images = named_images(last.test)
     return images.at(slice(None), images.labels + len(names) - len(last.class_names), tuple(names))
+
+
+def _never_learned_images(data: str) -> LabelledImages:
+    train, test, _ = DataSource(data).open()
+    return train if test is None else test
 
 
 def _retention(
@@ -240,7 +248,7 @@ def as_json(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finished(cell: Cell, folder: Path) -> CellRecord | None:
-    """Read `cell.json`; raise a ValueError if the run used other settings or images than the cell requires."""
+    """Read `cell.json`; raise a ValueError if the run used other settings, images or another model than required."""
     done = read_cell(folder)
     if done is None:
         return None
@@ -252,21 +260,47 @@ def _finished(cell: Cell, folder: Path) -> CellRecord | None:
         before, now = settings.get(name), required.get(name)
         if before != now:
             raise ValueError(f"{folder} was run with {name} = {before!r}, now it is {now!r}: {remedy}")
-    if done.data != data_fingerprint(cell.settings):
-        raise ValueError(f"{folder} was run on other images than are in {settings['data']!r} now: {remedy}")
+    for before, now, data in zip(done.images, images_fingerprint(cell), (settings["data"],) * 2 + cell.retention[:1]):
+        if before != now:
+            raise ValueError(f"{folder} was run on other images than are in {data!r} now: {remedy}")
+    if done.model != cached_model_fingerprint(cell.settings["model"]):
+        raise ValueError(f"{folder} was run with another model than is in {settings['model']!r} now: {remedy}")
     return done
 
 
-def data_fingerprint(settings: dict[str, Any]) -> list[str | None]:
-    """Return fingerprints of the training images and of the test images of a run's data set."""
-    entry = DataSource.of(settings).entry()
-    return _fingerprints(json.dumps({name: value for name, value in entry.items() if name not in _DRAWS}))
+def model_fingerprint(model: str) -> str:
+    """Return a fingerprint of a model's folder, or the name of a model that is in no folder here.
+
+    The fingerprint covers the names and contents of all files except pages of text (`*.md`).
+    """
+    folder = Path(model)
+    if model == "demo" and not folder.exists():
+        folder = demo_model_folder()
+    if not folder.is_dir():
+        return model
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix != ".md"]
+    return json_sha256({path.name: file_sha256(path) for path in files})
+
+
+cached_model_fingerprint = cache(model_fingerprint)  # for many cells, before any of them is run
+
+
+def images_fingerprint(cell: Cell) -> list[str | None]:
+    """Return fingerprints of the training, the test, and the never learned images of a run."""
+    entry = DataSource.of(cell.settings).entry()
+    drawn_from = json.dumps({name: value for name, value in entry.items() if name not in _DRAWS})
+    return [*_fingerprints(drawn_from), _never_learned_fingerprint(cell.retention[0])]
 
 
 @cache
 def _fingerprints(entry: str) -> list[str | None]:
     train, test, _ = DataSource.of(json.loads(entry)).open()
     return [None if part is None else part.fingerprint() for part in (train, test)]
+
+
+@cache
+def _never_learned_fingerprint(data: str | None) -> str | None:
+    return data if data in (None, LAST_TASK) else _never_learned_images(data).fingerprint()
 
 
 def answers_path(folder: Path, row: Row) -> Path:

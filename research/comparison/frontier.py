@@ -154,10 +154,15 @@ def curves(records: Iterable[Measured], stream: str, classifier: str = TEXT) -> 
 
     Places that lack seeds of the method's most complete place are left out. The model before training is the first
     place of every curve.
+
+    Raises:
+        ValueError: If records of the stream were measured with different models or images.
     """
+    records = [record for record in records if record.stream == stream]
+    check_same_origin(records)
     places: dict[str, dict[tuple[str, float], Place]] = {}
     before = Place("", 0.0, {}, {})
-    for record in (record for record in records if record.stream == stream):
+    for record in records:
         found = places.setdefault(record.method, {})
         for point in (point for point in record.points if classifier in point.learned):
             place = before
@@ -167,6 +172,18 @@ def curves(records: Iterable[Measured], stream: str, classifier: str = TEXT) -> 
             place.unlearned[record.seed] = point.unlearned
             place.learned[record.seed] = point.learned[classifier]
     return {method: _curve(method, [before, *found.values()]) for method, found in places.items()}
+
+
+def check_same_origin(records: Sequence[Measured]) -> None:
+    """Raise a `ValueError` if records of one stream were measured with different models or images."""
+    for record in records[1:]:
+        for name in ("model", "images"):
+            here, there = getattr(record, name), getattr(records[0], name)
+            if here != there:
+                raise ValueError(
+                    f"stream {record.stream!r} was measured with {name} = {there!r} by {records[0].method}, and with "
+                    f"{here!r} by {record.method}: curves need the same"
+                )
 
 
 def _curve(method: str, places: Sequence[Place]) -> Curve:

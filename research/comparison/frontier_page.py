@@ -186,7 +186,8 @@ def frontier_text(plan: Plan, records: Sequence[Measured]) -> str:
     for stream in plan.streams:
         for classifier in classifiers_of(records, stream):
             found = curves(records, stream, classifier)
-            parts.append(f"{stream}, {classifier}")
+            model = next(record.model for record in records if record.stream == stream)  # a digest or the Hub's name
+            parts.append(f"{stream}, {classifier}, model {model[:12] if len(model) == 64 else model}")
             parts.append(markdown(hull_table(found)))
             if plan.reference.method in found:
                 parts += [markdown(loss_table(found, plan.reference.method)), sentence(found, plan.reference.method)]

@@ -5,18 +5,22 @@ depend on: the settings without folders, and fingerprints of the images and of t
 """
 
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.photos.runs.run_settings import ModelSettings
 from dulbe_peft.strategies.registry import make_strategy
-from dulbe_peft.utils.folders import file_sha256, json_sha256
 from dulbe_peft.utils.records import Fraction, Record, read_record, write_record
-from research.comparison.cells import CellRecord, arguments_of, as_json, data_fingerprint, read_answers
+from research.comparison.cells import (
+    CellRecord,
+    arguments_of,
+    as_json,
+    cached_model_fingerprint,
+    images_fingerprint,
+    read_answers,
+)
 from research.comparison.intervals import image_shares, mean_share
-from research.comparison.plan import LAST_TASK, Cell, Row
+from research.comparison.plan import Cell, Row
 
 TEXT = "text"
 PLACES = ("model", "data", "device")  # settings that belong to a machine; fingerprints stand for the first two
@@ -80,8 +84,8 @@ def expected(cell: Cell, point: dict[str, Any]) -> dict[str, Any]:
         "settings": as_json({key: value for key, value in cell.settings.items() if key not in PLACES})
         | {"retention_scales": list(cell.retention[1:])},
         "arguments": {key: value for key, value in arguments_of(cell).items() if key not in PLACES},
-        "images": [*data_fingerprint(cell.settings), _unlearned_fingerprint(cell.retention[0])],
-        "model": _model_fingerprint(cell.settings["model"]),
+        "images": images_fingerprint(cell),
+        "model": cached_model_fingerprint(cell.settings["model"]),
     }
 
 
@@ -120,20 +124,3 @@ def write_measured(path: Path, record: Measured) -> None:
 def title_of(row: Row) -> str:
     """Return a classifier's name in a frontier: with its drift correction, unless that is the default."""
     return row.classifier + ("" if row.drift in ("auto", "none") else f", drift {row.drift}")
-
-
-@cache
-def _unlearned_fingerprint(data: str | None) -> str | None:
-    if data in (None, LAST_TASK):
-        return data
-    train, test, _ = DataSource(data).open()
-    return (train if test is None else test).fingerprint()
-
-
-@cache
-def _model_fingerprint(model: str) -> str:
-    """Return a fingerprint of a model's folder, or the name of a model that is in no folder here."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return model
-    return json_sha256({path.name: file_sha256(path) for path in sorted(folder.iterdir()) if path.is_file()})

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from compared import without_times
+from compared import with_other_weights, without_times
 from failing_files import edited
 from filelock import FileLock
 
@@ -30,7 +30,7 @@ from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 from research.__main__ import run as main
 from research.benchmarks.common import RESULTS
-from research.comparison.cells import LOCK_FILE, answers_path, read_answers, read_cell
+from research.comparison.cells import LOCK_FILE, answers_path, is_done, read_answers, read_cell
 from research.comparison.compare import ComparisonError, compare
 from research.comparison.comparison_file import read_comparison
 from research.comparison.intervals import estimated, holm_intervals, mean_interval
@@ -305,6 +305,21 @@ def test_changed_images_of_a_finished_run_are_refused(copied, content, tmp_path)
     streams = {"digits": content["streams"]["digits"] | {"data": str(photos)}}
     plan = read_plan(write(tmp_path / "plan.yaml", content | {"streams": streams}))
     with pytest.raises(ValueError, match="run on other images than are in"):
+        compare(plan, out, jobs=1, log=quiet)
+
+
+def test_changed_model_of_a_finished_run_is_refused(copied, content, tmp_path):
+    """The folder has the same name, and other weights, as after another training."""
+    out, model = copied[0] / "out", tmp_path / "model"
+    shutil.copytree(content["streams"]["digits"]["model"], model)
+    for path in out.rglob("cell.json"):
+        edited(path, "settings", "model", str(model))
+    streams = {"digits": content["streams"]["digits"] | {"model": str(model)}}
+    plan = read_plan(write(tmp_path / "plan.yaml", content | {"streams": streams}))
+    (model / "README.md").write_text("a page is no part of the model")
+    assert all(is_done(cell, out, rows) for cell, rows in plan.cells({}))
+    with_other_weights(model)
+    with pytest.raises(ValueError, match="run with another model than is in"):
         compare(plan, out, jobs=1, log=quiet)
 
 

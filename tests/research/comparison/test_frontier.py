@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from compared import forget_fingerprints, with_other_weights
 from pages import drawn
 
+from dulbe_peft.encoders.registry import demo_model_folder
 from research.__main__ import run as main
 from research.benchmarks.common import RESULTS
 from research.benchmarks.curves import FIGURES, REFERENCE, found, with_equal_shares
-from research.comparison.cells import arguments_of, as_json, read_answers, read_cell
+from research.comparison.cells import arguments_of, as_json, model_fingerprint, read_answers, read_cell
 from research.comparison.compare import ComparisonError
 from research.comparison.frontier import Curve, Place, curves, difference, frontier, hull, not_measured, point_of
 from research.comparison.frontier_page import frontier_figure, frontier_svg, frontier_text, loss_table, sentence
@@ -167,6 +169,54 @@ def test_command_prints_tables_and_writes_figures(copied, finished, tmp_path, ca
     printed = capsys.readouterr().out
     assert frontier_text(plan, records) in printed and "not measured" not in printed
     assert {path.name for path in (tmp_path / "out").glob("*.svg")} == {"digits, text.svg", "digits, lda.svg"}
+
+
+def test_draw_and_overwrite_are_refused_because_nothing_would_be_left_to_draw(finished, capsys):
+    folder = finished[0]
+    assert main(["frontier", str(folder / "plan.yaml"), "--output", str(folder / "out"), "--draw", "--overwrite"]) != 0
+    assert "--overwrite would move away the measured cells" in capsys.readouterr().err
+    assert (folder / "out" / "cells").is_dir() and not (folder / "out.old").exists()
+
+
+@pytest.mark.parametrize("changed", ["model", "never learned images"])
+def test_finished_run_without_its_file_keeps_its_model_and_images(content, changed, tmp_path):
+    """A run that was killed before its file was written is not told as one of what stands in its places later."""
+    model, never = tmp_path / "model", tmp_path / "never"
+    shutil.copytree(content["streams"]["digits"]["model"], model)
+    shutil.copytree(content["streams"]["digits"]["data"], never)
+    stream = content["streams"]["digits"] | {"model": str(model), "retention": str(never)}
+    methods = {"frozen": content["methods"]["frozen"]}
+    one = {"streams": {"digits": stream}, "methods": methods, "classifiers": ["text"], "seeds": [0]}
+    plan = read_plan(write(tmp_path / "plan.yaml", one))
+    for _ in range(2):  # unchanged, the run is enough
+        assert len(frontier(plan, tmp_path / "out", jobs=1, log=quiet)) == 1
+        shutil.rmtree(tmp_path / "out" / "cells")
+    if changed == "model":
+        with_other_weights(model)
+    else:
+        first, *_, last = sorted((never / "test").rglob("*.png"))
+        first.write_bytes(last.read_bytes())
+        forget_fingerprints()
+    said = "run with another model than is in .*model" if changed == "model" else "on other images than are in .*never"
+    with pytest.raises(ValueError, match=said):
+        frontier(plan, tmp_path / "out", jobs=1, log=quiet)
+    assert not (tmp_path / "out" / "cells").exists()
+
+
+def test_model_of_a_cell_is_its_files_also_for_the_demo():
+    assert model_fingerprint("demo") == model_fingerprint(str(demo_model_folder())) != "demo"
+    assert {one.model for one in read_all(RESULTS / "frontiers" / "cameras")} == {model_fingerprint("demo")}
+    assert model_fingerprint("openai/clip-vit-base-patch16") == "openai/clip-vit-base-patch16"
+
+
+@pytest.mark.parametrize("changed", [{"model": "another"}, {"images": ["others", None, None]}])
+def test_curves_of_different_models_or_images_are_refused(changed):
+    records = made_records(DuLBE=(55, 60), LoRA=(54, 58))
+    records[-1] = records[-1].model_copy(update=changed)
+    with pytest.raises(ValueError, match=f"stream 's' was measured with {next(iter(changed))} = .* by LoRA"):
+        curves(records, "s")
+    elsewhere = records[-1].model_copy(update={"stream": "t"})
+    assert set(curves([*records[:-1], elsewhere], "s")) == {"DuLBE", "LoRA"}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
