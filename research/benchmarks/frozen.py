@@ -230,7 +230,12 @@ def images_of(counts: str, classes: int, generator: torch.Generator) -> tuple[li
 
 
 def draw(features: dict[str, Any], counts: str, increment: int, seed: int, held_back: int = 0) -> list[Task]:
-    """Draw the tasks of a stream: the order of the classes, and the images of each class."""
+    """Draw the tasks of a stream: the order of the classes, and the images of each class.
+
+    Raises:
+        ValueError: If `held_back` leaves too few training images.
+    """
+    check_held_back(features, counts, held_back)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(features["names"]), generator=generator)
     wanted, monthly = images_of(counts, len(order), generator)
@@ -262,6 +267,24 @@ def draw(features: dict[str, Any], counts: str, increment: int, seed: int, held_
         )
     tasks[-1].counts = used
     return tasks
+
+
+def check_held_back(features: dict[str, Any], counts: str, held_back: int) -> None:
+    """Raise a `ValueError` if a class has no training image left, or the median class fewer than `counts` says."""
+    if held_back < 0:
+        raise ValueError(f"--held-back must be at least 0, got {held_back}")
+    sizes = features["y"].bincount(minlength=len(features["names"]))
+    fewest, usual = int(sizes.min()), int(sizes.median())
+    if 0 < fewest <= held_back:
+        raise ValueError(
+            f"--held-back is {held_back}, but the class {features['names'][int(sizes.argmin())]!r} has {fewest} training "
+            f"images, of which one must be learned: use at most {fewest - 1}"
+        )
+    if held_back and not real.enough(features, counts, held_back):
+        raise ValueError(
+            f"--held-back {held_back} leaves {usual - held_back} of the {usual} training images of the median class, "
+            f"too few for --counts {counts}: use a smaller number of either"
+        )
 
 
 def learned(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> Classifier:

@@ -347,6 +347,20 @@ def test_refused_prediction_sets_are_no_figure(tmp_path):
     assert evidence.measured_lines(tmp_path, "lda", "covered", "", "", "untidy").keys() == {("s", "8")}
 
 
+def test_held_back_images_must_leave_enough_to_learn():
+    """A class with 4 images would otherwise learn 3 of them with 5 held back, and none with 8."""
+    features = blobs(6, 4)
+    for held_back in (4, 5, 8):
+        with pytest.raises(ValueError, match=f"--held-back is {held_back}, but the class 'c0' has 4 .* at most 3"):
+            frozen.draw(features, "1", 2, seed=0, held_back=held_back)
+    with pytest.raises(ValueError, match="leaves 1 of the 4 training images of the median class.*--counts 2"):
+        frozen.draw(features, "2", 2, seed=0, held_back=3)
+    with pytest.raises(ValueError, match="at least 0, got -1"):
+        frozen.draw(features, "1", 2, seed=0, held_back=-1)
+    tasks = frozen.draw(features, "1", 2, seed=0, held_back=3)
+    assert [(len(task.train), len(task.test)) for task in tasks] == [(2, 6)] * 3
+
+
 def test_few_classes_keep_their_images_and_the_others_one():
     tasks = frozen.draw(blobs(10, 8), "5", 2, seed=0)
     _, reduced = untidy.untidy("few:3", {}, tasks, seed=0)
