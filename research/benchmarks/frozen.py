@@ -275,10 +275,10 @@ def check_held_back(features: dict[str, Any], counts: str, held_back: int) -> No
         raise ValueError(f"--held-back must be at least 0, got {held_back}")
     sizes = features["y"].bincount(minlength=len(features["names"]))
     fewest, usual = int(sizes.min()), int(sizes.median())
-    if 0 < fewest <= held_back:
+    if held_back and held_back >= fewest:
         raise ValueError(
-            f"--held-back is {held_back}, but the class {features['names'][int(sizes.argmin())]!r} has {fewest} training "
-            f"images, of which one must be learned: use at most {fewest - 1}"
+            f"--held-back is {held_back}, but the class {features['names'][int(sizes.argmin())]!r} has {fewest} "
+            f"training images, of which one must be learned: use at most {max(fewest - 1, 0)}"
         )
     if held_back and not real.enough(features, counts, held_back):
         raise ValueError(
