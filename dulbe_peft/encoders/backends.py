@@ -25,17 +25,9 @@ from torch import Tensor
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data.store import store_path
+from dulbe_peft.encoders import onnx_graphs
 from dulbe_peft.encoders.loading import encoder_of
-from dulbe_peft.encoders.onnx_graphs import (
-    EMBEDDING,
-    LARGEST_FILE,
-    PIXELS,
-    ImageEncoder,
-    check_exportable,
-    is_large,
-    session,
-    write_graph,
-)
+from dulbe_peft.encoders.onnx_graphs import EMBEDDING, LARGEST_FILE, PIXELS
 from dulbe_peft.utils.extras import installed
 from dulbe_peft.utils.files import read_json, replacing, write_json
 from dulbe_peft.utils.folders import file_sha256
@@ -63,7 +55,7 @@ class Tower:
         with installed(f"the backend {backend}", backend):
             self.version = f"{PACKAGES[backend]} {version(PACKAGES[backend])}"
         if backend == "onnx":
-            self._run = session(file)
+            self._run = onnx_graphs.session(file)
         else:
             self._run, rounding = _compiled(file, precision)
             self.version += f", {rounding}" if precision == "int8" else ""
@@ -152,7 +144,7 @@ def open_tower(
 
 def exported(clip: object, shape: tuple[int, ...], facts: Mapping[str, str]) -> Path:
     """Return the file with the graph of the image tower, and export it if the file is missing or damaged."""
-    check_exportable(clip)
+    onnx_graphs.check_exportable(clip)
     versions = {name: version(name) for name in ("torch", "transformers", "onnxscript")}
     key = json.dumps([facts["weights"], facts["layers"], shape, versions], sort_keys=True)
     file = store_path().with_suffix(".encoders") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.onnx"
@@ -160,12 +152,12 @@ def exported(clip: object, shape: tuple[int, ...], facts: Mapping[str, str]) -> 
     def export() -> None:
         if _records(file).get("graph") != (file_sha256(file) if file.is_file() else ""):
             print(f"dulbe-peft: the image tower is exported once, to {file}", file=sys.stderr)
-            module = ImageEncoder(_plain(clip))
-            if is_large(module):
+            module = onnx_graphs.ImageEncoder(_plain(clip))
+            if onnx_graphs.is_large(module):
                 raise ValueError(f"its weights take more than {LARGEST_FILE:,} bytes")
             file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(file) as temporary:
-                write_graph(temporary, module, torch.zeros(2, *shape), (PIXELS, EMBEDDING))
+                onnx_graphs.write_graph(temporary, module, torch.zeros(2, *shape), (PIXELS, EMBEDDING))
             write_json(file.with_suffix(".json"), {"graph": file_sha256(file)})
 
     on_main_process(export)

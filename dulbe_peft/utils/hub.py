@@ -48,13 +48,7 @@ def fetch(
         raise FileNotFoundError(
             f"{source!r} is not a folder, and {where} is not in the Hub cache (offline mode); {WITHOUT_NETWORK}"
         )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
     from huggingface_hub.utils import HFValidationError
 
     try:
@@ -63,10 +57,10 @@ def fetch(
         folder = Path(got)
     except HFValidationError as error:
         raise FileNotFoundError(f"{source!r} is neither an existing folder nor a repository id on the Hub") from error
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         problem = f"{source!r} is not a folder, the Hub cannot be reached, and {where} is not in its cache"
         raise FileNotFoundError(f"{problem}; {WITHOUT_NETWORK}") from error
-    except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError) as error:
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError) as error:
         raise FileNotFoundError(f"{source!r} is not a folder, and {where} is not on the Hub: {error}") from error
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:

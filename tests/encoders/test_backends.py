@@ -15,7 +15,7 @@ from dulbe_peft.encoders import backends
 pytest.importorskip("onnxruntime")
 PIXELS = torch.stack([image for image, _ in images_of(0, 1, 2, 3, 0, 1, 2, 3, 0, 1)])
 BACKENDS = ["onnx", "openvino"]
-GRAPHS, WRITE = {}, backends.write_graph  # an export takes seconds, so each model is exported once
+GRAPHS, WRITE = {}, backends.onnx_graphs.write_graph  # an export takes seconds, so each model is exported once
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def _graphs_written_once(monkeypatch):
             GRAPHS[key] = file.read_bytes()
         file.write_bytes(GRAPHS[key])
 
-    monkeypatch.setattr(backends, "write_graph", write)
+    monkeypatch.setattr(backends.onnx_graphs, "write_graph", write)
 
 
 def using(backend, strategy="frozen", **fields):
@@ -52,7 +52,7 @@ def test_frozen_tower_equals_torch_and_is_exported_once(backend, monkeypatch, ca
     assert (key.backend, other.backend) == (backend, "torch") and key.fingerprint != other.fingerprint
     # A second process finds the graph and the recorded comparison.
     with monkeypatch.context() as patch:
-        patch.setattr(backends, "write_graph", None)
+        patch.setattr(backends.onnx_graphs, "write_graph", None)
         patch.setattr(backends.Tower, "check", None)
         again = using(backend)
         assert torch.equal(again.image_embeds(PIXELS), learner.image_embeds(PIXELS)) and again.encoder.key == key
@@ -82,13 +82,13 @@ def test_trained_learner_is_exported_with_its_adapter_and_torch_encodes_inside_s
 
 @pytest.mark.slow
 def test_backend_that_disagrees_with_torch_is_refused_without_force(monkeypatch):
-    real = backends.session
+    real = backends.onnx_graphs.session
 
     def rotated(file):
         run = real(file)
         return lambda rows: run(rows).roll(1, dims=1)
 
-    monkeypatch.setattr(backends, "session", rotated)
+    monkeypatch.setattr(backends.onnx_graphs, "session", rotated)
     learner = using("onnx")
     learner.use_store(FeatureStore())
     message = r"lowest cosine -?0\.\d+, equal predictions on \d+\.\d % of 10 images; --force"

@@ -70,7 +70,8 @@ def serve(
         from dulbe_peft.photos.serving import make_server
 
         answers = answers_of(only, sum_up, loaded.class_names)
-        server = held.enter_context(make_server(loaded, host, port, names, output, photos, **groups, **answers))
+        given = {"output": output, "photographs": photos, **groups, **answers}
+        server = held.enter_context(make_server(loaded, host, port, names, **given))
         left_out = [] if server.app.labelling is None else server.app.labelling.left_out
         for line in [*left_out, *server.app.notes]:
             print(line)

@@ -12,18 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dulbe_peft.data.images import LabelledImages, labelled_images
+from dulbe_peft.photos.data import looking
 from dulbe_peft.photos.data.grouping import Parts, grouped, in_one_group
 from dulbe_peft.photos.data.inventory import Inventory
-from dulbe_peft.photos.data.looking import (
-    SAMPLE,
-    Look,
-    blank_lines,
-    count_images,
-    find_duplicates,
-    look_at,
-    times_taken,
-    unreadable,
-)
 from dulbe_peft.utils.settings import check_int
 from dulbe_peft.utils.terminal import counted
 
@@ -39,7 +30,7 @@ class Opened(NamedTuple):
     def of(cls, parts: Parts, left_out: Sequence[tuple[str, str]] = (), notes: Sequence[str] = ()) -> "Opened":
         """Return the images of one or two splits, with the files that were left out and notes on guesses."""
         skipped = [*left_out, *(row for images in parts.values() for row in images.left_out)]
-        inventory = Inventory(count_images(parts), left_out=list(dict.fromkeys(skipped)), notes=[*notes])
+        inventory = Inventory(looking.count_images(parts), left_out=list(dict.fromkeys(skipped)), notes=[*notes])
         train, *tests = parts.values()
         return cls(train, tests[0] if tests else None, inventory)
 
@@ -53,9 +44,9 @@ class Opened(NamedTuple):
         train, *tests = parts.values()
         return Opened(train, tests[0] if tests else None, replace(self.inventory, **found))
 
-    def readable(self, name: str, strict: bool, look: Look | None = None) -> "Opened":
+    def readable(self, name: str, strict: bool, look: looking.Look | None = None) -> "Opened":
         """Leave out unreadable images, see `looking.unreadable`; if `strict`, an error calls the data `name`."""
-        problems = unreadable(self.parts, look)
+        problems = looking.unreadable(self.parts, look)
         bad = {split: [image.place for image, _ in problems if image.split == split] for split in self.parts}
         kept = {n: images.at(np.setdiff1d(np.arange(len(images)), bad[n])) for n, images in self.parts.items()}
         opened = self._with(kept, unreadable=problems)
@@ -67,7 +58,7 @@ class Opened(NamedTuple):
 
     def grouped(self, group: str | None, seconds: float | None) -> "Opened":
         """Give the images their groups, see the function `grouped`; other columns of the data are dropped."""
-        timed = {} if seconds is None else {split: times_taken(images) for split, images in self.parts.items()}
+        timed = {} if seconds is None else {split: looking.times_taken(images) for split, images in self.parts.items()}
         parts, names, notes = grouped(self.parts, group, seconds, timed)
         named = {
             int(number): key
@@ -89,7 +80,7 @@ class Opened(NamedTuple):
         notes = [*self.inventory.notes]
         if train.groups is not None and test.groups is not None and (n := len({*train.groups} & {*test.groups})):
             notes.append(f"{counted(n, 'group')} in training and test images, with the only images of some class")
-        return self._with(parts, counts=count_images(parts), notes=notes)
+        return self._with(parts, counts=looking.count_images(parts), notes=notes)
 
     def compared(self, every: bool) -> "Opened":
         """Count the readable images, and find duplicates and blank images.
@@ -98,13 +89,13 @@ class Opened(NamedTuple):
         sample of them is checked for being blank.
         """
         parts = self.parts
-        pictures = look_at(parts, None if every else SAMPLE)
+        pictures = looking.look_at(parts, None if every else looking.SAMPLE)
         return self._with(
             parts,
-            counts=count_images(parts),
-            blank=blank_lines(parts, pictures, 1 if every else max(3, len(pictures) // 8)),
+            counts=looking.count_images(parts),
+            blank=looking.blank_lines(parts, pictures, 1 if every else max(3, len(pictures) // 8)),
             pictures=pictures,
-            duplicates=find_duplicates(parts, pictures if every else None),
+            duplicates=looking.find_duplicates(parts, pictures if every else None),
         )
 
     def renamed(self, file: str) -> "Opened":

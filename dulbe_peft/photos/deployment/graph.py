@@ -19,18 +19,9 @@ from torch import Tensor, nn
 from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.data.decoding import decode_smaller, managed, standard_rgb, turn_of
+from dulbe_peft.encoders import onnx_graphs
 from dulbe_peft.encoders.loading import encoder_of, image_shape
-from dulbe_peft.encoders.onnx_graphs import (
-    EMBEDDING,
-    LARGEST_FILE,
-    PIXELS,
-    ImageEncoder,
-    check_exportable,
-    is_large,
-    quiet_exporter,
-    session,
-    write_graph,
-)
+from dulbe_peft.encoders.onnx_graphs import EMBEDDING, LARGEST_FILE, PIXELS
 from dulbe_peft.photos.deployment.parts import CARDS, Head, class_facts, merged_model
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.files import write_json
@@ -108,8 +99,9 @@ def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, prec
     facts = class_facts(state, classifier)
     facts |= {"image_size": list(shape[1:]), "preprocessing": steps, "precision": precision}
     _write(folder / ENCODER_FILE, encoder, torch.zeros(2, *shape), (PIXELS, EMBEDDING), precision)
-    write_graph(folder / HEAD_FILE, head, torch.zeros(2, classifier.embed_dim), (EMBEDDING, PROBABILITIES), facts)
-    run_encoder, run_head = session(folder / ENCODER_FILE), session(folder / HEAD_FILE)
+    example = torch.zeros(2, classifier.embed_dim)
+    onnx_graphs.write_graph(folder / HEAD_FILE, head, example, (EMBEDDING, PROBABILITIES), facts)
+    run_encoder, run_head = onnx_graphs.session(folder / ENCODER_FILE), onnx_graphs.session(folder / HEAD_FILE)
     facts["largest_difference"] = _largest_difference(
         lambda pixels: run_head(run_encoder(pixels)), nn.Sequential(encoder, head), shape, precision
     )
@@ -137,7 +129,7 @@ def write_for_javascript(folder: Path, state: LearnerState, classifier: Classifi
     path = folder / "onnx" / f"model{ending}.onnx"
     path.parent.mkdir()
     _write(path, whole, torch.zeros(2, *shape), (PIXELS, LOGITS), precision)
-    run = session(path)
+    run = onnx_graphs.session(path)
     _largest_difference(
         lambda pixels: run(pixels).softmax(dim=1), lambda pixels: whole(pixels).softmax(dim=1), shape, precision
     )
@@ -153,23 +145,23 @@ def write_for_javascript(folder: Path, state: LearnerState, classifier: Classifi
 
 def _parts(
     state: LearnerState, classifier: Classifier, probabilities: bool = True
-) -> tuple[ImageEncoder, Head, tuple[int, ...]]:
+) -> tuple[onnx_graphs.ImageEncoder, Head, tuple[int, ...]]:
     """Return the encoder, the head and the shape of an image; raise an `ImportError` if a package is missing."""
     try:
-        check_exportable(state.base)
+        onnx_graphs.check_exportable(state.base)
     except ValueError as error:
         raise ValueError(f"{error}: use 'transformers' or 'lora'") from error
-    encoder, head = ImageEncoder(merged_model(state)), Head(classifier, probabilities)
+    encoder, head = onnx_graphs.ImageEncoder(merged_model(state)), Head(classifier, probabilities)
     return encoder.eval(), head.eval(), image_shape(state.base, state.processor)
 
 
 def _write(path: Path, module: nn.Module, example: Tensor, names: tuple[str, str], precision: str) -> None:
     """Write one graph in the given precision; `names` are those of its input and output."""
-    if precision != "float32" and is_large(module):
+    if precision != "float32" and onnx_graphs.is_large(module):
         raise ValueError(f"{precision} is only available for graphs below {LARGEST_FILE:,} bytes: use float32")
-    write_graph(path, module, example, names)
+    onnx_graphs.write_graph(path, module, example, names)
     if precision != "float32":
-        with quiet_exporter():
+        with onnx_graphs.quiet_exporter():
             _reduce(path, precision)
 
 

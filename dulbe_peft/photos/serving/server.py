@@ -177,11 +177,7 @@ def make_server(
     host: str = "127.0.0.1",
     port: int = 7860,
     names: Iterable[str] = (),
-    output: str | Path | None = None,
-    photographs: str | Path | None = None,
-    group: str | None = None,
-    group_seconds: float | None = None,
-    **answers: Any,
+    **given: Any,
 ) -> PageServer:
     """Return a server of the page, which `serve_forever()` starts.
 
@@ -191,15 +187,13 @@ def make_server(
         port: The port; 0 chooses a free one.
         names: Further names under which the page is opened, such as that of a proxy. Requests under other names than
             these and `host` are refused; with "0.0.0.0", any IP address and the machine's name are accepted.
-        output: A folder in which the learner is saved after each change, or None.
-        photographs: A folder of photographs for the page to ask about, the most useful first, or None.
-        group: How the photographs form groups, see `splits.grouped`; one of each group is shown before further ones.
-        group_seconds: As for `group`.
-        answers: `only` and `sum_up`, as for `ClassIncrementalLearner.predict`. Proposals for labels are among `only`,
-            too, and are never groups.
+        given: `output`, a folder in which the learner is saved after each change; `photographs`, a folder of
+            photographs for the page to ask about, the most useful first; `group` and `group_seconds`, how these form
+            groups, see `splits.grouped`, of which one is shown before further ones; and `only` and `sum_up`, as for
+            `ClassIncrementalLearner.predict`. Proposals for labels are among `only`, too, and are never groups.
 
     Raises:
         ValueError: If `host` is empty, or no photograph is left to label.
         OSError: If the address cannot be used.
     """
-    return PageServer(App(learner, output, photographs, group, group_seconds, **answers), host, port, names)
+    return PageServer(App(learner, **given), host, port, names)
