@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from dulbe_peft.data.decoding import image_suffixes, why_not_read
-from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.data.images import LabelledImages, column_of
 from dulbe_peft.data.names import UNLABELLED, check_class_names, class_key, has_control_characters
 from dulbe_peft.data.tables import is_table
 from dulbe_peft.utils.terminal import counted
@@ -128,7 +128,7 @@ class FileImages(LabelledImages):
         labels = np.array([place[name] for _, name in images], dtype=np.int64)
         super().__init__([file for file, _ in images], labels, check_class_names(place), stored=True)
         self.root, self.split, self.left_out, self.notes = root, split, left_out, notes
-        self.columns = {name: partial(_column, rows, name) for name in (rows[0] if rows else ())}
+        self.columns = {name: partial(column_of, rows, name) for name in (rows[0] if rows else ())}
 
     def _item(self, position: int) -> tuple[Path, int]:
         return self.root / self.source[position], int(self._own_labels[position])
@@ -139,10 +139,6 @@ class FileImages(LabelledImages):
 
     def path_of(self, index: int) -> str:
         return str(self.source[self.indices[index]])
-
-
-def _column(rows: Sequence[Mapping[str, str]], name: str) -> list[str]:
-    return [row[name] for row in rows]
 
 
 class ImageFolder(FileImages):

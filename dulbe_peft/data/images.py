@@ -378,6 +378,11 @@ def undecoded(dataset: object) -> Any:
     return dataset.cast_column("image", type(feature)(decode=False))
 
 
+def column_of(rows: Sequence[Mapping[str, str]], name: str) -> list[str]:
+    """Return a column of a table's rows, for `LabelledImages.columns`; "" for a row without it."""
+    return [row.get(name, "") for row in rows]
+
+
 def content_of(image: Any) -> bytes | None:
     """Return the SHA-256 of a file's bytes, or of the type, size and values of an image, array or tensor, or None."""
     if isinstance(image, FILES):

@@ -15,7 +15,7 @@ from PIL import Image
 from dulbe_peft.data.camtrap import files_of
 from dulbe_peft.data.decoding import image_suffixes
 from dulbe_peft.data.folders import folder_content
-from dulbe_peft.data.images import LabelledImages, undecoded
+from dulbe_peft.data.images import LabelledImages, column_of, undecoded
 
 IDS = ("deploymentID", "eventID", "mediaID")  # columns of Camtrap DP that are unique only in a package
 
@@ -56,11 +56,7 @@ def package_columns(images: LabelledImages) -> dict[str, Callable[[], Sequence[s
                 row = found | (several if len(packages) > 1 else {})
         rows.append(row)
     names = dict.fromkeys(name for files in packages.values() for row in files.values() for name in row)
-    return {name: partial(_values, rows, name) for name in names}
-
-
-def _values(rows: Sequence[Mapping[str, str]], name: str) -> list[str]:
-    return [row.get(name, "") for row in rows]
+    return {name: partial(column_of, rows, name) for name in names}
 
 
 class _Unlabelled(LabelledImages):

@@ -19,8 +19,7 @@ from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim
 from dulbe_peft.photos.commands.run import close_run
 from dulbe_peft.photos.data.source import SPLITS, DataSource
 from dulbe_peft.photos.runs import setup
-from dulbe_peft.photos.runs.learned_images import correct_tests, equal_features, without_tested
-from dulbe_peft.photos.runs.setup import unreadable_finder
+from dulbe_peft.photos.runs.learned_images import correct_tests, without_equal_features, without_tested
 from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted, print_once
 
@@ -58,7 +57,7 @@ def learn(
     from dulbe_peft.streams.progress import known_tasks, renamed_classes
     from dulbe_peft.streams.run import run_stream
 
-    train, test, inventory = setup.open_source(source, unreadable_finder(loaded), loaded.class_names)
+    train, test, inventory = setup.open_source(source, setup.unreadable_finder(loaded), loaded.class_names)
     notes = inventory.lines(loaded.class_names)
     corrected = correct_tests(loaded, train, test)
     if not again:
@@ -67,7 +66,7 @@ def learn(
     fixed = _move_relabelled(loaded, train, no_update)
     fresh = train.at(np.setdiff1d(np.arange(len(train)), fixed))
     if not again:
-        fresh = _without_equal_features(setup.new_images(train, loaded.state.known, " (--again)"), loaded)
+        fresh = without_equal_features(setup.new_images(train, loaded.state.known, " (--again)"), loaded)
     if not len(fresh) and not corrected:
         raise ValueError(
             f"{data!r} has nothing to learn: {learner!r} has learned all of its images, or is tested on them"
@@ -137,27 +136,6 @@ def _move_relabelled(learner: ClassIncrementalLearner, images: LabelledImages, n
     for name in emptied:
         print_once(f"the class {name!r} has no image left and is forgotten")
     return kept
-
-
-def _without_equal_features(images: LabelledImages, learner: ClassIncrementalLearner) -> LabelledImages:
-    """Return the images without those whose features equal those of a learned image of the same class.
-
-    The images left out are printed, and so are images that were learned with another class.
-    """
-    name_of = [images.class_names[label] for label in images.labels.tolist()]
-    found = equal_features(learner, images)
-    same = {row for row, classes in found.items() if name_of[row] in classes}
-    what = "that the model sees like a learned image in another file"
-    if same:
-        example = images.item_name(min(same))
-        print_once(
-            f"left out, because they would count twice: {counted(len(same), 'image')} {what}, such as {example}"
-            " (--again)"
-        )
-    if moved := found.keys() - same:
-        name = f"{images.item_name(min(moved))}, learned as {min(found[min(moved)])!r} before"
-        print_once(f"{counted(len(moved), 'image')} {what} and of another class: both count, such as {name}")
-    return images.at([row for row in range(len(images)) if row not in same])
 
 
 def _report_gain(before: Row, results: Results) -> None:

@@ -77,10 +77,31 @@ def without_tested(images: LabelledImages, known: KnownImages) -> LabelledImages
     """Return the images on which the learner was not tested, and print the number of the others."""
     tested = known.class_of_tested()
     seen = {row for row, content in enumerate(images.contents()) if content in tested}
-    if seen:
-        example = f"{counted(len(seen), 'image')}, such as {images.item_name(min(seen))} (--again)"
-        print_once(f"left out, because the learner is tested on them: {example}")
-    return images.at([row for row in range(len(images)) if row not in seen])
+    return _without(seen, images, "the learner is tested on them")
+
+
+def without_equal_features(images: LabelledImages, learner: ClassIncrementalLearner) -> LabelledImages:
+    """Return the images without those whose features equal those of a learned image of the same class.
+
+    The images left out are printed, and so are images that were learned with another class.
+    """
+    name_of = [images.class_names[label] for label in images.labels.tolist()]
+    found = equal_features(learner, images)
+    same = {row for row, classes in found.items() if name_of[row] in classes}
+    what = " that the model sees like a learned image in another file"
+    left = _without(same, images, "they would count twice", what)
+    if moved := found.keys() - same:
+        name = f"{images.item_name(min(moved))}, learned as {min(found[min(moved)])!r} before"
+        print_once(f"{counted(len(moved), 'image')}{what} and of another class: both count, such as {name}")
+    return left
+
+
+def _without(rows: set[int], images: LabelledImages, why: str, what: str = "") -> LabelledImages:
+    """Return the images without some rows, and print how many these are, with an example."""
+    if rows:
+        example = f"{counted(len(rows), 'image')}{what}, such as {images.item_name(min(rows))} (--again)"
+        print_once(f"left out, because {why}: {example}")
+    return images.at([row for row in range(len(images)) if row not in rows])
 
 
 def as_tested(images: LabelledImages, known: KnownImages) -> LabelledImages:
