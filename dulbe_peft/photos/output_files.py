@@ -209,13 +209,13 @@ class ItemAnswers:
         self._item_of, self._taken, self._sites, self._top_k = item_of, taken, sites, top_k
         self._logs: dict[str, defaultdict[str, float]] = {}
         self._rows: dict[str, list[tuple[str, str, bool]]] = {}  # image, its best class, and whether it is known
-        self._counted = set[str]()  # files, because a photograph that is given by two paths counts once
+        self._counted = set[tuple[str, str]]()  # item and file: a photograph that is given by two paths counts once
 
     def add(self, row: Prediction) -> Prediction:
         """Add a prediction with the probabilities of all classes, and return it with only its group."""
-        item, file = self._item_of[row.image], os.path.realpath(row.image)
-        if file not in self._counted:
-            self._counted.add(file)
+        item = self._item_of[row.image]
+        if (key := (item, os.path.realpath(row.image))) not in self._counted:
+            self._counted.add(key)
             sums = self._logs.setdefault(item, defaultdict(float))
             for name, probability in zip(row.classes, row.probabilities, strict=True):
                 sums[name] += math.log(max(probability, LEAST))

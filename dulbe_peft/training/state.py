@@ -53,24 +53,24 @@ def _listed(names: Sequence[str]) -> str:
 FEW_ITEMS = "too few items to say how many labels are wrong"
 AGREEMENT = "accuracies and estimates with these labels are the agreement with the labels: the accuracy can be higher"
 CORRECTED = (
-    "the estimate is corrected for labels of random classes, and fewer answers agree with the labels; if the wrong "
-    "labels are those of similar classes, the accuracy can be higher"
+    "the estimate is corrected for {:.1f} % of labels of random classes, and fewer answers agree with the labels; if "
+    "the wrong labels are those of similar classes, the accuracy can be higher"
 )
 LEAST_WRONG = 0.01  # fewer wrong labels are not told from a few unusual images: flowers with right labels have 0.001
 WIDE = 0.05  # if no label is surely wrong, but more than this share can be, only the largest share is told
 
 
-def about_labels(wrong: tuple[float, float, float], items: bool = False, corrected: bool = False) -> list[str]:
+def about_labels(wrong: tuple[float, float, float], items: bool = False, corrected: float | None = None) -> list[str]:
     """Return sentences on the share of wrong labels, of images or items, with the ends of its interval, from 0 to 1.
 
-    `corrected` is whether estimates are corrected for them.
+    `corrected` is the share of labels of random classes for which estimates are corrected, if they are.
     """
     share, low, high = wrong
     what, unit = ("items' labels", "item") if items else ("labels", "image")
     if share == 0 and high > WIDE:
         return [f"at most {100 * high:.1f} % of the {what} are wrong: there are too few {unit}s to say more"]
     lines = [f"about {100 * share:.1f} % of the {what} look wrong ({100 * low:.1f} to {100 * high:.1f} %)"]
-    return lines + [CORRECTED if corrected else AGREEMENT] * (share > 0)
+    return lines + [AGREEMENT if corrected is None else CORRECTED.format(100 * corrected)] * (share > 0)
 
 
 def about_names(misnamed: Sequence[str], exchanged: Sequence[Sequence[str]] = ()) -> list[str]:
@@ -114,7 +114,7 @@ class Estimates(Record):
             found.append(f"the estimate speaks for {len(self.classes)} of {known} classes: {_listed(self.classes)}")
         told = max((each for each in (self.wrong, self.doubted) if each is not None), default=None)
         if told is not None and (told[0] >= LEAST_WRONG or self.items):
-            found += about_labels(told, bool(self.items), self.wrong is not None)
+            found += about_labels(told, bool(self.items), None if self.wrong is None else self.wrong[0])
         if self.few_items:
             found.append(FEW_ITEMS)
         if self.alike:

@@ -123,7 +123,7 @@ def test_estimate_is_corrected_for_wrong_labels():
     for words in (
         "1 of 3 classes: 'a'",
         "about 3.0 % of the labels look wrong (1.0 to 5.0 %)",
-        "the estimate is corrected",
+        "the estimate is corrected for 3.0 % of labels",
         "--group",
         "does not use them: 'b'",
     ):
@@ -136,17 +136,18 @@ def test_share_of_wrong_labels_is_told_with_its_interval_and_accuracies_are_agre
         "about 10.0 % of the items' labels look wrong (2.0 to 28.0 %)",
         AGREEMENT,
     ]
-    assert about_labels(sure, corrected=True)[1] == CORRECTED
+    assert about_labels(sure, corrected=0.08)[1] == CORRECTED.format(8)
     assert about_labels(wide) == ["at most 26.0 % of the labels are wrong: there are too few images to say more"]
     assert about_labels(clean) == ["about 0.0 % of the labels look wrong (0.0 to 0.6 %)"]
     with_items = {"shares": {"bayes": (0.9, 0.8, 1.0)}, "classes": ("a",), "items": 9}
     assert Estimates(**with_items, doubted=sure).remarks(1) == tuple(about_labels(sure, items=True))
     assert Estimates(**with_items, doubted=wide).remarks(1) == tuple(about_labels(wide, items=True))
     assert Estimates(doubted=clean).remarks(1) == (), "photographs with right labels need no sentence"
-    assert CORRECTED in Estimates(doubted=sure, wrong=(0.08, 0.02, 0.2)).remarks(1)
+    both = Estimates(doubted=sure, wrong=(0.08, 0.02, 0.2)).remarks(1)
+    assert both[0].startswith("about 10.0 %") and "corrected for 8.0 % of labels" in both[1], "two shares, each told"
     more = (0.3, 0.2, 0.4)  # the larger share is told, so a corrected estimate is never without its sentence
     for doubts in (clean, sure):
-        assert Estimates(doubted=doubts, wrong=more).remarks(1) == tuple(about_labels(more, corrected=True))
+        assert Estimates(doubted=doubts, wrong=more).remarks(1) == tuple(about_labels(more, corrected=0.3))
 
 
 @pytest.mark.plain("lda")

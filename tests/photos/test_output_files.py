@@ -63,3 +63,15 @@ def test_photograph_that_is_given_by_two_paths_counts_once_in_the_answer_of_its_
     assert [row.classes for row in items.answered(rows)] == [("cat",)] * 3
     items.write(str(tmp_path / "items.csv"))
     assert (tmp_path / "items.csv").read_text().splitlines()[1].split(",")[3] == "2", "photographs"
+
+
+def test_photograph_in_two_items_counts_in_both(tmp_path):
+    """A link to a photograph of another item is a photograph of its own item, too."""
+    (tmp_path / "a.png").touch()
+    (tmp_path / "b.png").symlink_to("a.png")
+    names = [str(tmp_path / name) for name in ("a.png", "b.png")]
+    items = ItemAnswers(dict(zip(names, "xy", strict=True)), dict.fromkeys(names), dict.fromkeys(names, ""), 1)
+    rows = [items.add(Prediction(name, ("cat", "dog"), (0.9, 0.1), True)) for name in names]
+    assert [(row.group, row.classes) for row in items.answered(rows)] == [("x", ("cat",)), ("y", ("cat",))]
+    items.write(str(tmp_path / "items.csv"))
+    assert len((tmp_path / "items.csv").read_text().splitlines()) == 3

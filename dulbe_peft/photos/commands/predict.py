@@ -162,7 +162,11 @@ def _writers(photos: str, package: Path | None, classifier: str, items: ItemAnsw
 
 
 def _items(images: LabelledImages, group: str | None, seconds: float | None, top_k: int) -> ItemAnswers:
-    """Return the items of the images; an image without a group has its own name as group."""
+    """Return the items of the images; an image without a group has its own name as group.
+
+    Raises:
+        ValueError: If that is the name of another group, whose answer it would get.
+    """
     from dulbe_peft.photos.data.grouping import grouped_photographs
     from dulbe_peft.photos.data.looking import times_taken
     from dulbe_peft.photos.output_files import ItemAnswers
@@ -170,6 +174,12 @@ def _items(images: LabelledImages, group: str | None, seconds: float | None, top
     found = grouped_photographs(images, group, seconds)
     print(*found.notes, sep="\n", file=sys.stderr)
     paths = [images.item_name(index) for index in range(len(images))]
+    alone = {path for path, key in zip(paths, found.names, strict=True) if key is None}
+    if both := alone.intersection(found.names):
+        raise ValueError(
+            f"{printable(min(both))} has no group, and a group of others has its name: change --group so that it "
+            "has a group, or predict it alone"
+        )
     names = {path: path if key is None else key for path, key in zip(paths, found.names, strict=True)}
     times = found.times or times_taken(images)
     return ItemAnswers(names, dict(zip(paths, times, strict=True)), dict(zip(paths, found.sites, strict=True)), top_k)

@@ -121,6 +121,20 @@ def test_photographs_of_an_item_get_one_answer_in_every_output(learner, folders,
     assert "--coverage sets for images" in capsys.readouterr().err
 
 
+def test_photograph_without_a_group_does_not_join_the_group_with_its_name(
+    learner, folders, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "item").mkdir()
+    for name, file in (("one", "a.png"), ("two", "item/a.png")):
+        shutil.copy(min((folders / "test" / name).glob("*.png")), tmp_path / file)
+    monkeypatch.chdir(tmp_path)
+    command = ["predict", str(learner), "a.png", "item/a.png", "--by-group", "items.csv", *MACHINE]
+    assert main([*command, "--group", "/(.+)"]) == 2
+    assert "a.png has no group, and a group of others has its name" in capsys.readouterr().err
+    assert main([*command, "--group", "/(.)"]) == 0
+    assert [row[0] for row in read_csv(tmp_path / "items.csv")[1:]] == ["a.png", "a"]
+
+
 def test_groups_of_a_package_are_its_events_and_deployments(learner, folders, tmp_path, capsys):
     """An ID of an event that two deployments use is two events, and so is one that two packages use."""
     files = sorted((folders / "test").rglob("*.png"))[:8]
