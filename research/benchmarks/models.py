@@ -20,7 +20,7 @@ SIZES = {
     "vit-b-32": ((768, 3072, 12, 12, 224, 32), (512, 2048, 12, 8), 512),
     "small": ((192, 768, 8, 3, 64, 8), (128, 512, 4, 4), 192),
     "wide": ((48, 96, 2, 2, 16, 8), (32, 64, 2, 2), 512),  # cheap, with features as wide as those of a large model
-    "tiny": ((48, 96, 2, 2, 16, 8), (32, 64, 2, 2), 16),
+    "tiny": ((48, 96, 3, 2, 16, 8), (32, 64, 2, 2), 16),  # three blocks: DualPrompt has general prompts in two
 }
 LOGIT_SCALE = 100.0
 

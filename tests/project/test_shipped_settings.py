@@ -26,9 +26,12 @@ OF_DOMAINS = EXAMPLES / "protocols" / "mtil.yaml"
 
 
 @pytest.fixture(autouse=True)
-def _variables(digit_folders, monkeypatch):
+def _variables(digit_folders, monkeypatch, tmp_path):
+    """Each variable names a folder of images; `$DATA/printed` is one, too."""
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "printed").symlink_to(digit_folders(2, 2, 1))
     for name in VARIABLES:
-        monkeypatch.setenv(name, str(digit_folders(2, 2, 1)))
+        monkeypatch.setenv(name, str(tmp_path / "all" if name == "DATA" else digit_folders(2, 2, 1)))
 
 
 def files(*folders):
