@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
 
 import click
 from click.shell_completion import shell_complete
@@ -49,16 +48,12 @@ GROUPS = {
 
 
 class Commands(click.Group):
-    """The commands of a program; the file of a command is imported when it is called.
+    """The commands of a program, in groups: title -> name of the command -> line of help.
 
-    Args:
-        program: Name of the program.
-        package: Package that contains the files of the commands.
-        groups: Title -> name of the command -> line of help.
-        settings: Further arguments of click's group.
+    The file of a command, in `package`, is imported when it is called.
     """
 
-    def __init__(self, program: str, package: str, groups: Mapping[str, Mapping[str, str]], **settings: Any) -> None:
+    def __init__(self, program: str, package: str, groups: Mapping[str, Mapping[str, str]], help: str) -> None:
         self.program, self.package, self.groups = program, package, groups
         self.lines = {name: line for group in groups.values() for name, line in group.items()}
         super().__init__(
@@ -67,7 +62,7 @@ class Commands(click.Group):
             subcommand_metavar="COMMAND [ARGS]...",
             no_args_is_help=False,
             context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
-            **settings,
+            help=help,
         )
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
