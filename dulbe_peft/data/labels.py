@@ -4,6 +4,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,30 +28,34 @@ Rows = list[tuple[str, str, dict[str, str]]]  # the path and the label of each i
 SHOWN = 5  # how many conflicts a message lists
 
 
-def label_splits(
-    path: Path,
-    vocabulary: str | None = None,
-    path_column: str | None = None,
-    label_column: str = LABEL,
-    one_label: bool = False,
-    machine_labels: bool = False,
-) -> Splits:
+@dataclass(frozen=True)
+class Reading:
+    """How labelled images are read: the arguments of `load_data` of the same names."""
+
+    image_column: str = "image"
+    label_column: str = LABEL
+    vocabulary: str | None = None
+    path_column: str | None = None
+    leave_out: Sequence[str] = ()
+    one_label: bool = False
+    machine_labels: bool = False
+
+
+def label_splits(path: Path, reading: Reading) -> Splits:
     """Return the images of a table by split, as `load_data` does. Rows without a label or keyword are left out."""
     if is_camtrap(path.parent) and path == table_in(path.parent, OBSERVATIONS):
-        return _camtrap_splits(path.parent, path_column, label_column, vocabulary, machine_labels)
-    table = open_table(path, path_column, label_column, one_label)
-    if table.keywords and one_label:
+        return _camtrap_splits(path.parent, reading)
+    table = open_table(path, reading.path_column, reading.label_column, reading.one_label)
+    if table.keywords and reading.one_label:
         raise ValueError(f"one_label is for a column of labels, but {path} has keywords: leave it out")
     if table.keywords:
-        return {None: _by_keyword(table, vocabulary)}
-    if vocabulary is not None:
+        return {None: _by_keyword(table, reading.vocabulary)}
+    if reading.vocabulary is not None:
         raise ValueError(f"{path} has labels, but a vocabulary is only for keywords ({FILE}, Subject): leave it out")
     return _splits_of(table, path.parent)
 
 
-def metadata_splits(
-    folder: Path, label_column: str = LABEL, one_label: bool = False, machine_labels: bool = False
-) -> Splits:
+def metadata_splits(folder: Path, reading: Reading) -> Splits:
     """Return the splits of a Camtrap DP package or of a Hugging Face image folder; {} for another folder.
 
     An image folder has a metadata file at its top or one in each split.
@@ -58,10 +63,10 @@ def metadata_splits(
 
     def open_metadata(parent: Path) -> Table | None:
         files = (parent / name for name in METADATA if (parent / name).is_file())
-        return next((open_table(file, None, label_column, one_label) for file in files), None)
+        return next((open_table(file, None, reading.label_column, reading.one_label) for file in files), None)
 
     if is_camtrap(folder):
-        return _camtrap_splits(folder, None, label_column, None, machine_labels)
+        return _camtrap_splits(folder, replace(reading, path_column=None, vocabulary=None))
     if (table := open_metadata(folder)) is not None:
         return _splits_of(table, folder, by_folder=True)
     splits: Splits = {}
@@ -71,14 +76,12 @@ def metadata_splits(
     return splits
 
 
-def _camtrap_splits(
-    folder: Path, path_column: str | None, label_column: str, vocabulary: str | None, machine_labels: bool
-) -> Splits:
-    given = {"path column": path_column, "vocabulary": vocabulary}
-    given["label column"] = None if label_column == LABEL else label_column
+def _camtrap_splits(folder: Path, reading: Reading) -> Splits:
+    given = {"path column": reading.path_column, "vocabulary": reading.vocabulary}
+    given["label column"] = None if reading.label_column == LABEL else reading.label_column
     if wrong := [f"{what} {value!r}" for what, value in given.items() if value is not None]:
         raise ValueError(f"{folder} is a Camtrap DP package, whose columns are fixed: leave out the {wrong[0]}")
-    return _splits_of(open_camtrap(folder, machine_labels), folder)
+    return _splits_of(open_camtrap(folder, reading.machine_labels), folder)
 
 
 def _splits_of(table: Table, root: Path, split: str | None = None, by_folder: bool = False) -> Splits:

@@ -13,7 +13,7 @@ from dulbe_peft.data.feature_tables import feature_splits
 from dulbe_peft.data.folders import FolderSplit, ImageFolder, subfolders
 from dulbe_peft.data.hub import HUB_PREFIX, hub_images, hub_splits, import_datasets
 from dulbe_peft.data.images import LabelledImages, Splits
-from dulbe_peft.data.labels import label_splits, metadata_splits
+from dulbe_peft.data.labels import Reading, label_splits, metadata_splits
 from dulbe_peft.data.tables import is_table
 
 DEMO_DIGITS = "demo-digits"  # name of the handwritten digits included in the package
@@ -64,12 +64,12 @@ def load_data(
         ImportError: If the package `datasets` is needed and not installed.
         ValueError: If the path is a file of another kind, or the folder does not have the expected layout.
     """
-    columns, text = (image_column, label_column), os.fspath(path_or_name)
+    text = os.fspath(path_or_name)
     if text.startswith(HUB_PREFIX) and split is not None:  # without asking the Hub for the splits
         data = import_datasets(text).load_dataset(text.removeprefix(HUB_PREFIX), split=split)
-        return hub_images(data, text, *columns)
-    available = splits(text, *columns, vocabulary, path_column, leave_out, one_label, machine_labels)
-    return split_of(available, text, split)
+        return hub_images(data, text, image_column, label_column)
+    reading = Reading(image_column, label_column, vocabulary, path_column, leave_out or (), one_label, machine_labels)
+    return split_of(splits(text, reading), text, split)
 
 
 def split_of(available: Splits, text: str, split: str | None) -> LabelledImages:
@@ -83,27 +83,19 @@ def split_of(available: Splits, text: str, split: str | None) -> LabelledImages:
     raise FileNotFoundError(f"{text} has no split {split!r}; its splits are {list(filter(None, available))}")
 
 
-def splits(
-    text: str,
-    image_column: str = "image",
-    label_column: str = "label",
-    vocabulary: str | None = None,
-    path_column: str | None = None,
-    leave_out: Sequence[str] | None = None,
-    one_label: bool = False,
-    machine_labels: bool = False,
-) -> Splits:
-    """Return a function that opens each split of a data set, keyed by the split. Arguments are as in `load_data`."""
+def splits(text: str, reading: Reading) -> Splits:
+    """Return a function that opens each split of a data set, keyed by the split."""
     path = Path(text)
     check_data(text)
     camtrap = is_camtrap(path)  # whose tables may be parquet files
-    if not camtrap and (available := feature_splits(path) or hub_splits(text, image_column, label_column)):
+    columns = reading.image_column, reading.label_column
+    if not camtrap and (available := feature_splits(path) or hub_splits(text, *columns)):
         return available
     if is_table(path) and path.is_file():
-        return label_splits(path, vocabulary, path_column, label_column, one_label, machine_labels)
+        return label_splits(path, reading)
     if path.is_dir():
-        folders: Splits = {name: FolderSplit(path, name, leave_out or ()) for name in (*subfolders(path), None)}
-        return metadata_splits(path, label_column, one_label, machine_labels) or folders
+        folders: Splits = {name: FolderSplit(path, name, reading.leave_out) for name in (*subfolders(path), None)}
+        return metadata_splits(path, reading) or folders
     if text == DEMO_DIGITS:
         return {name: partial(load_digit_images, name) for name in ("train", "test")}
     suffix, expected = path.suffix.lower(), "expected a folder of images or of parquet files, or a .csv of labels"
@@ -123,7 +115,7 @@ def reading_of(text: str) -> tuple[str, frozenset[str]]:
         return "a data set of parquet files", frozenset({"image_column", "label_column"})
     if path.is_file():
         return "a table of labels", frozenset({"label_column", "path_column", "vocabulary", "one_label"})
-    if path.is_dir() and metadata_splits(path):
+    if path.is_dir() and metadata_splits(path, Reading()):
         return "a folder with labels in a table", frozenset({"label_column", "one_label"})
     return "a folder of classes", frozenset()
 

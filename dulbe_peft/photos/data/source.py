@@ -22,6 +22,7 @@ from dulbe_peft.utils.terminal import counted
 
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
+    from dulbe_peft.data.labels import Reading
     from dulbe_peft.photos.data.inventory import Inventory
     from dulbe_peft.photos.data.looking import Look
     from dulbe_peft.photos.data.splits import Opened
@@ -227,9 +228,11 @@ class DataSource:
         return [self._renamed(part) for part in parts]
 
     @property
-    def reading(self) -> dict[str, Any]:
-        """The arguments of `load_data`."""
-        return {name: value for name in _READING if (value := getattr(self, name))}
+    def reading(self) -> Reading:
+        """How the images are read."""
+        from dulbe_peft.data.labels import Reading
+
+        return Reading(**{name: value for name in _READING if (value := getattr(self, name))})
 
     def _openers(self, data: str) -> tuple[Collection[str | None], Callable[[str | None], LabelledImages]]:
         """Return the names of the splits of `data`, and a function that opens one. The Hub is not asked for names."""
@@ -237,8 +240,8 @@ class DataSource:
         from dulbe_peft.data.readers import load_data, split_of, splits
 
         if data.startswith(HUB_PREFIX):
-            return {"test"}, partial(load_data, data, **self.reading)
-        available = splits(data, **self.reading)
+            return {"test"}, partial(load_data, data, **vars(self.reading))
+        available = splits(data, self.reading)
         return available.keys(), partial(split_of, available, data)
 
     def _renamed(self, images: LabelledImages) -> LabelledImages:
@@ -257,7 +260,7 @@ def _roles(source: DataSource) -> Roles:
             "name another test_split"
         )
     wanted = "test" if test == "none" else test
-    available, unlabelled = splits(text, **source.reading), False
+    available, unlabelled = splits(text, source.reading), False
     if test == "test" not in available and train in available and {source.test_fraction, source.test_data} == {None}:
         wanted = next((name for name in VALIDATION if name in available), wanted)
     if {None} < available.keys():  # image files in folders, which may be splits or classes
@@ -289,12 +292,12 @@ def _roles(source: DataSource) -> Roles:
     return Roles(available[train if train in available else None], tests, unused)
 
 
-def _all_tests(text: str, reading: dict[str, Any]) -> Callable[[], LabelledImages]:
+def _all_tests(text: str, reading: Reading) -> Callable[[], LabelledImages]:
     """Return a function that opens separate test data: its split "test", or all of it if it has no splits."""
     from dulbe_peft.data.folders import holds_only_folders
     from dulbe_peft.data.readers import splits
 
-    available = splits(text, **reading)
+    available = splits(text, reading)
     if None not in available and "test" not in available:
         raise FileNotFoundError(f"{text} has no split 'test'; its splits are {list(available)}")
     in_split = "test" in available and (None not in available or holds_only_folders(Path(text, "test")))
