@@ -8,9 +8,9 @@ Such a process is as good as one that Python starts. It does not descend from th
 modules, patches, caches and registries, and it waits for the disk. The server imports neither this package nor PEFT:
 each process imports them itself, in its own order. Its number, streams, environment, working folder, arguments and
 `__main__` are its own, signals act as usual, and it ends as Python ends, with traceback, functions of `atexit` and
-status. Three things differ: all processes of a server share the seed of `hash`, they compute with one thread, and they
-do not show what it takes to import `IMPORTED`. Where a test is about that, and once for each kind of command
-(tests/project/test_entry.py), Python is started itself.
+status. Three things differ: all processes of a server share the seed of `hash`, they compute like the tests with one
+thread and without a GPU, and they do not show what it takes to import `IMPORTED`. Where a test is about that, and once
+for each kind of command (tests/project/test_entry.py), Python is started itself.
 """
 
 import atexit
@@ -39,8 +39,9 @@ IMPORTED = (
     *("accelerate", "click", "datasets", "matplotlib.figure", "PIL.Image", "pydantic", "scipy.stats", "sklearn.base"),
 )
 # Variables that Python or one of these packages reads when it starts. All processes have those of the server.
-READ_AT_START = ("PYTHON", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+READ_AT_START = ("PYTHON", "LANG", "LC_", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")
+THREADS, DEVICES = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}, {"CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT = {**os.environ, **THREADS, **DEVICES}
 NUMBER = struct.Struct("i")
 
 
@@ -52,7 +53,7 @@ class Process:
 
     def __init__(self, *words, stdout=None, stderr=None, cwd=None, env=None):
         self.args, self.returncode = [sys.executable, *map(str, words)], None
-        environment = {**(os.environ if env is None else env), "OMP_NUM_THREADS": "1"}
+        environment = {**THREADS, **(os.environ if env is None else env), **DEVICES}
         read = {name for name in ENVIRONMENT.keys() | environment if name.startswith(READ_AT_START)}
         changed = [name for name in read if environment.get(name) != ENVIRONMENT.get(name)]
         assert not changed, f"{changed} are read before the program starts: use subprocess"
@@ -116,7 +117,7 @@ def _server():
     process = subprocess.Popen(command, env=ENVIRONMENT, pass_fds=[theirs.fileno()], **nowhere)
     theirs.close()
     atexit.register(process.wait)
-    atexit.register(ours.close)
+    atexit.register(ours.shutdown, socket.SHUT_RDWR)  # `close` alone would leave it to processes forked by tests
     return ours
 
 
@@ -141,7 +142,9 @@ def look_after(connection, streams):
     """Fork a program's process, and send its number and its status. Returns in the program's process what to run."""
     with connection.makefile("rb") as received:
         job = json.loads(received.read(*NUMBER.unpack(received.read(NUMBER.size))))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if process := os.fork():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         for file in (0, 1, 2, *streams):
             os.close(file)
         connection.sendall(NUMBER.pack(process))
@@ -168,7 +171,6 @@ def standard(name, number):
 
 def become(words, environment, folder):
     """Run a program in this process as Python runs it, and end the process as Python ends."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
