@@ -12,7 +12,7 @@ from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES
 from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.metrics.results import Results
 from dulbe_peft.photos.report.run_folder import RunFolder
-from dulbe_peft.photos.report.shares import ClassRow, ConfusionMatrix, Share, listed
+from dulbe_peft.photos.report.shares import ClassRow, ConfusionMatrix, Share, divided, item_of, listed
 from dulbe_peft.photos.runs.setup import tests_of
 from dulbe_peft.streams.training_cost import ADVICE, MUCH, significant_costs
 from dulbe_peft.training.state import Estimate, about_names
@@ -90,17 +90,10 @@ def summary(name: str) -> str:
     return BESIDE_CLASSIFIERS.get(name) or (CLASSIFIERS[name].rule_type.summary if name in CLASSIFIERS else "")
 
 
-def item_of(row: ImageResult) -> object:
-    """Return the item of a test image: its group, or the image itself."""
-    return row.group or (row.task, row.position)
-
-
 def wrong_items(rows: Sequence[ImageResult]) -> list[list[ImageResult]]:
     """Return the items of which all photographs, `_OFTEN` or more, are predicted as the same wrong class."""
-    items: dict[object, list[ImageResult]] = {}
-    for row in rows:
-        items.setdefault((item_of(row), row.true), []).append(row)
-    sizable = [of for of in items.values() if len(of) >= _OFTEN and not of[0].right]
+    items = divided(rows, lambda row: (item_of(row), row.true)).values()
+    sizable = [of for of in items if len(of) >= _OFTEN and not of[0].right]
     alike = [of for of in sizable if len({row.predicted for row in of}) == 1]
     return sorted(alike, key=lambda of: -sum(row.probability for row in of) / len(of))
 

@@ -23,6 +23,7 @@ from dulbe_peft.photos.data.looking import NEAR, picture_of
 from dulbe_peft.photos.report.html import jpeg_address
 from dulbe_peft.photos.report.plots import plot_matrix, plot_results
 from dulbe_peft.photos.report.run_folder import PICTURES_FOLDER, PICTURES_INDEX, Copy
+from dulbe_peft.photos.report.shares import divided, item_of
 from dulbe_peft.utils.files import replacing, write_json
 from dulbe_peft.utils.folders import commit_folder
 from dulbe_peft.utils.processes import world
@@ -116,9 +117,7 @@ def choose_examples(rows: Sequence[ImageResult]) -> dict[str, list[ImageResult]]
     mistakes: dict[object, ImageResult] = {}
     for row in sorted((row for row in rows if not row.right), key=lambda row: -row.probability):
         mistakes.setdefault(_item(row), row)
-    classes: dict[str, list[ImageResult]] = {}
-    for row in rows:
-        classes.setdefault(row.true, []).append(row)
+    classes = divided(rows, lambda row: row.true)
     few = max(1, min(OF_A_CLASS, OF_ALL_CLASSES // max(len(classes), 1)))
     return {
         "mistakes": [*mistakes.values()][:EXAMPLES],
@@ -128,7 +127,7 @@ def choose_examples(rows: Sequence[ImageResult]) -> dict[str, list[ImageResult]]
 
 def _item(row: ImageResult) -> object:
     """Return what photographs of the same item, with the same label, have in common."""
-    return (row.group, row.true) if row.group else (row.task, row.position)
+    return item_of(row), row.true
 
 
 def write_examples(
@@ -145,9 +144,7 @@ def write_examples(
     A mistake is shown with other photographs of its item among the `predictions`.
     """
     neighbours = neighbours or Neighbours()
-    items: dict[object, list[ImageResult]] = {}
-    for row in predictions if any(row.group for row in predictions) else ():
-        items.setdefault(_item(row), []).append(row)
+    items = divided(predictions, _item)
     index: dict[str, Any] = {
         "left_out": [*map(_escaped, left_out)],
         "copies": [copy.model_dump() for copy in neighbours.copies],

@@ -4,16 +4,17 @@ matrix.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 
 from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.utils.terminal import counted
 
+K = TypeVar("K")
 NORMAL = 1.959964  # the normal distribution's quantile of a 95 % interval
 _BINS = 10
 _MOST_CONFUSIONS = 3  # predicted classes that the row of a class lists
@@ -94,6 +95,19 @@ def _worth(items: Sequence[Sequence[bool]]) -> float:
     return max(1.0, min(float(images), few * share * (1 - share) / variance))
 
 
+def item_of(row: ImageResult) -> object:
+    """Return the item of a test image: its group, or the image itself."""
+    return row.group or (row.task, row.position)
+
+
+def divided(rows: Sequence[ImageResult], key: Callable[[ImageResult], K]) -> dict[K, list[ImageResult]]:
+    """Return the rows with each key, in their order."""
+    parts: dict[K, list[ImageResult]] = {}
+    for row in rows:
+        parts.setdefault(key(row), []).append(row)
+    return parts
+
+
 @dataclass(frozen=True)
 class ClassRow:
     """The row of a class: recall, precision, forgetting, what it is mistaken for, and its number of training images.
@@ -113,14 +127,8 @@ def class_rows(
     predictions: Sequence[ImageResult], forgetting: Mapping[str, float], learned: Mapping[str, int]
 ) -> list[ClassRow]:
     """Return a row for each class with test images, the least accurate first."""
-    groups: dict[str, list[ImageResult]] = {}
-    for row in predictions:
-        groups.setdefault(row.true, []).append(row)
-    predicted: dict[str, list[ImageResult]] = {}
-    for row in predictions:
-        predicted.setdefault(row.predicted, []).append(row)
-    table = []
-    for name, rows in groups.items():
+    table, predicted = [], divided(predictions, lambda row: row.predicted)
+    for name, rows in divided(predictions, lambda row: row.true).items():
         wrong, recall = Counter(row.predicted for row in rows if not row.right).most_common(), Share.of(rows)
         mistaken_for = listed([f"{other} ({count})" for other, count in wrong], _MOST_CONFUSIONS)
         precision = Share.of(predicted[name]) if name in predicted else None
@@ -176,9 +184,7 @@ def confusion_matrix(predictions: Sequence[ImageResult]) -> ConfusionMatrix:
 
 def reliability(predictions: Sequence[ImageResult]) -> list[tuple[float, Share]]:
     """Return the mean probability and the accuracy of the predictions in each tenth of the probabilities."""
-    bins: dict[int, list[ImageResult]] = {}
-    for row in predictions:
-        bins.setdefault(min(int(row.probability * _BINS), _BINS - 1), []).append(row)
+    bins = divided(predictions, lambda row: min(int(row.probability * _BINS), _BINS - 1))
     return [(sum(row.probability for row in rows) / len(rows), Share.of(rows)) for _, rows in sorted(bins.items())]
 
 
