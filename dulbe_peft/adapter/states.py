@@ -21,50 +21,18 @@ _BLOCK = (
 Layers = dict[str, DualModeLayer]
 
 
-def _sharded(model: nn.Module, layers: Layers) -> None:
-    refuse_sharded(model)
-
-
-def _offloaded(model: nn.Module, layers: Layers) -> None:
-    refuse_offloaded(model)
-
-
 def _merged(model: nn.Module, layers: Layers) -> str | None:
     merged = sorted({name for layer in layers.values() for name in layer.merged_adapters})
     return f"adapters {merged} are merged into the base weights: call unmerge_adapter() first" if merged else None
 
 
-def _held(model: nn.Module, layers: Layers) -> str | None:
-    held = any(layer.held_adapter is not None for layer in layers.values())
-    return f"{_BLOCK}: call this before or after the block" if held else None
+def _any(found: Callable[[DualModeLayer], bool], problem: str) -> Callable[[nn.Module, Layers], str | None]:
+    """Return a check that says `problem` if it is `found` in a layer."""
+    return lambda model, layers: problem if any(map(found, layers.values())) else None
 
 
-def _altered(model: nn.Module, layers: Layers) -> str | None:
-    if all(layer.acts_as_saved for layer in layers.values()):
-        return None
-    return f"{_BLOCK}, so the outputs are not those of the saved adapter: call this before or after the block"
-
-
-def _replaced(model: nn.Module, layers: Layers) -> str | None:
-    replaced = any(isinstance(layer, DualModeLinear) and layer.is_replaced for layer in layers.values())
-    return f"{_BLOCK}: call this before or after the block" if replaced else None
-
-
-def _mixed(model: nn.Module, layers: Layers) -> str | None:
-    mixed = any(layer._rows is not None for layer in layers.values())
-    return "a block is running in which each row names its adapter: call this after the block" if mixed else None
-
-
-def _disabled(model: nn.Module, layers: Layers) -> str | None:
-    if not any(layer.disable_adapters for layer in layers.values()):
-        return None
-    return "the adapter is disabled, so its modes do not act: call this outside of disable_adapter()"
-
-
-def _trained_bases(model: nn.Module, layers: Layers) -> str | None:
-    linear = (layer for layer in layers.values() if isinstance(layer, DualModeLinear))
-    trained = any(basis.requires_grad for layer in linear for basis in layer.dulbe_P.values())
-    return "a block of trained_bases is running: begin or fold a task before or after the block" if trained else None
+def _trains_bases(layer: DualModeLayer) -> bool:
+    return isinstance(layer, DualModeLinear) and any(basis.requires_grad for basis in layer.dulbe_P.values())
 
 
 def _packed(model: nn.Module, layers: Layers) -> str | None:
@@ -91,17 +59,34 @@ def _tied(model: nn.Module, layers: Layers) -> str | None:
 
 
 STATES: dict[str, Callable[[nn.Module, Layers], str | None]] = {
-    "sharded": _sharded,  # parameters are in parts, also while a pass has gathered them
+    # Parameters are in parts, also while a pass has gathered them.
+    "sharded": lambda model, layers: refuse_sharded(model),
     "merged": _merged,
-    "held": _held,  # a block holds, scales or leaves out weights
-    "altered": _altered,  # such a block, and the outputs are not those of the saved adapter
-    "replaced": _replaced,  # such a block, and it replaces the weights or the modes
-    "mixed": _mixed,  # each row names its adapter
-    "disabled": _disabled,
-    "trained_bases": _trained_bases,
+    "held": _any(lambda layer: layer.held_adapter is not None, f"{_BLOCK}: call this before or after the block"),
+    # In such a block, and the outputs are not those of the saved adapter.
+    "altered": _any(
+        lambda layer: not layer.acts_as_saved,
+        f"{_BLOCK}, so the outputs are not those of the saved adapter: call this before or after the block",
+    ),
+    # In such a block, and it replaces the weights or the modes.
+    "replaced": _any(
+        lambda layer: isinstance(layer, DualModeLinear) and layer.is_replaced,
+        f"{_BLOCK}: call this before or after the block",
+    ),
+    "mixed": _any(
+        lambda layer: layer._rows is not None,
+        "a block is running in which each row names its adapter: call this after the block",
+    ),
+    "disabled": _any(
+        lambda layer: layer.disable_adapters,
+        "the adapter is disabled, so its modes do not act: call this outside of disable_adapter()",
+    ),
+    "trained_bases": _any(
+        _trains_bases, "a block of trained_bases is running: begin or fold a task before or after the block"
+    ),
     "packed": _packed,  # quantised, for example
     "tied": _tied,  # another part of the model uses the same weight
-    "meta": _offloaded,  # parameters without values
+    "meta": lambda model, layers: refuse_offloaded(model),  # parameters without values
 }
 _BETWEEN_TASKS = ("sharded", "merged", "held", "disabled", "trained_bases", "meta")
 _SAVED = ("sharded", "altered", "meta")
