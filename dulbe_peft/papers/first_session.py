@@ -49,9 +49,6 @@ class FirstTaskOnly(Strategy):
         """Return how images are encoded while the tensors are trained."""
         raise NotImplementedError
 
-    def plan(self, task: NewTask) -> None:
-        """Keep the modes, which stay at 0."""
-
     def epochs(self, task: NewTask) -> int:
         return 0 if task.index else task.args.epochs
 

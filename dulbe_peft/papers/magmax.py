@@ -46,9 +46,6 @@ class MagMax(Strategy):
     def trained_weights(self, layer: DualModeLinear) -> int:
         return layer.in_features * layer.out_features
 
-    def plan(self, task: NewTask) -> None:
-        """Keep the modes, which stay at 0."""
-
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
         """Train v_t itself, beginning with the last one: the weight is W_0 + v_t."""

@@ -114,9 +114,6 @@ class MoeAdapters(Strategy):
     def encoding(self, memory: Memory | None) -> Encoding | None:
         return Experts(self, memory) if isinstance(memory, dict) else None
 
-    def plan(self, task: NewTask) -> None:
-        """Keep the modes, which stay at 0."""
-
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[Tensor]]:
         assert task.encoder is not None

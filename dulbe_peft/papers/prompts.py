@@ -172,9 +172,6 @@ class PromptStrategy(Strategy):
             return None
         return self.encoder_class(self, memory)
 
-    def plan(self, task: NewTask) -> None:
-        """Keep the modes, which stay at 0."""
-
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[Tensor]]:
         assert task.encoder is not None and task.images is not None
