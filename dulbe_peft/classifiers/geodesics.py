@@ -99,18 +99,9 @@ def reliability(
         first_class: Classes before this one only compete; their reliability is not computed.
         chunk_elements: Size limit of intermediate matrices.
     """
-    classes, num_depths, _ = bridges.shape
-    rows = max(1, chunk_elements // classes)
-    chunks = []
-    with without_autocast(image_embeds):
-        for features, targets in zip(image_embeds.float().split(rows), labels.split(rows), strict=True):
-            probabilities = []
-            for depth in range(num_depths):
-                logits = logit_scale * features @ bridges[:, depth].float().T
-                probabilities.append(logits.softmax(dim=1).gather(1, targets[:, None]))
-            chunks.append(torch.cat(probabilities, dim=1))
-    confidence, targets = torch.cat(chunks), labels - first_class
-    sums = confidence.new_zeros(classes - first_class, num_depths).index_add(0, targets, confidence)
+    confidence = own_probabilities(image_embeds, labels, bridges, logit_scale, chunk_elements=chunk_elements)
+    targets = labels - first_class
+    sums = confidence.new_zeros(len(bridges) - first_class, bridges.shape[1]).index_add(0, targets, confidence)
     return sums / targets.bincount(minlength=len(sums))[:, None]
 
 
@@ -118,31 +109,27 @@ def own_probabilities(
     image_embeds: Tensor,
     labels: Tensor,
     bridges: Tensor,
-    own_scores: Tensor,
     logit_scale: float,
+    own_scores: Tensor | None = None,
     chunk_elements: int = 2**24,
 ) -> Tensor:
-    """Return the probability of each image's class at each depth, (n, K_b), with given cosines for this class.
+    """Return the probability of each image's class at each depth, (n, K_b).
 
-    Args:
-        image_embeds: (n, d), unit features.
-        labels: (n,), the class of each image, an index into `bridges`.
-        bridges: (C, K_b, d), bridge prototypes.
-        own_scores: (n, K_b), replace the products of an image and the bridges of its class.
-        logit_scale: tau.
-        chunk_elements: Size limit of intermediate matrices.
+    The arguments are those of `reliability`. `own_scores`, (n, K_b), replace the products of an image and the bridges
+    of its class.
     """
     classes, num_depths, _ = bridges.shape
-    rows = max(1, chunk_elements // classes)
-    chunks = [own_scores[:0]]
+    chunks = [image_embeds.new_zeros(0, num_depths, dtype=torch.float32)]
     with without_autocast(image_embeds):
-        for features, targets, scores in zip(
-            image_embeds.float().split(rows), labels.split(rows), own_scores.split(rows), strict=True
-        ):
-            probabilities = []
+        for rows in torch.arange(len(image_embeds)).to(labels).split(max(1, chunk_elements // classes)):
+            features, targets, probabilities = image_embeds[rows].float(), labels[rows, None], []
             for depth in range(num_depths):
-                logits = features @ bridges[:, depth].float().T
-                logits = logit_scale * logits.scatter(1, targets[:, None], scores[:, [depth]])
-                probabilities.append(logits.softmax(dim=1).gather(1, targets[:, None]))
+                prototypes = bridges[:, depth].float()
+                if own_scores is None:
+                    logits = logit_scale * features @ prototypes.T
+                else:
+                    scores = (features @ prototypes.T).scatter(1, targets, own_scores[rows, depth, None])
+                    logits = logit_scale * scores
+                probabilities.append(logits.softmax(dim=1).gather(1, targets))
             chunks.append(torch.cat(probabilities, dim=1))
     return torch.cat(chunks)

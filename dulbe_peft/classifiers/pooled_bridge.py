@@ -123,7 +123,7 @@ class PooledBridgeRule(BridgeRule):
         several = changes["counts"][labels] > 1
         images, own, place = images[several], labels[several], labels.to(state.confidence.device)
         scores = self.own_scores(after, images, own)
-        told = own_probabilities(images, own, self.fitted(after).bridges(), scores, self.logit_scale)
+        told = own_probabilities(images, own, self.fitted(after).bridges(), self.logit_scale, scores)
         return changes | {
             "confidence": kept["confidence"].index_add(0, own.to(place), told.to(kept["confidence"])),
             "left_out_counts": kept["left_out_counts"] + own.bincount(minlength=len(kept["counts"])),
@@ -182,7 +182,7 @@ class PooledBridgeRule(BridgeRule):
             rows = (counts[labels] > together(labels, of)).nonzero()[:, 0]
             own, part = labels[rows], None if of is None else of.to(labels)[rows]
             scores = self.own_scores(state, images[rows], own, part)
-            each = own_probabilities(images[rows], own, self.fitted(state).bridges(), scores, self.logit_scale)
+            each = own_probabilities(images[rows], own, self.fitted(state).bridges(), self.logit_scale, scores)
             place = own.to(state.confidence.device)
             told["confidence"] = told["confidence"].index_add(0, place, sign * each.to(state.confidence))
             told["left_out_counts"] = told["left_out_counts"] + sign * place.bincount(minlength=state.classes)
@@ -248,16 +248,8 @@ def _among_all(state: State, mean: Tensor) -> Tensor:
     return mean / (mean + (1 - mean) * (len(mean) - 1) / met).clamp_min(LEAST)
 
 
-class PooledBridgeHead(BridgeEnsembleHead, rule=PooledBridgeRule):
-    """The head with one set of depths for all classes; its settings are those of `PooledBridgeRule`.
-
-    Example:
-        >>> features = torch.eye(8)[[0, 0, 1, 1]] + 0.1 * torch.eye(8)[[4, 5, 6, 7]]  # of four images, (4, 8)
-        >>> classifier = PooledBridgeHead(embed_dim=8)
-        >>> classifier.add_classes(["cat", "dog"], features, labels=[0, 0, 1, 1], text_embeds=features[[0, 2]])
-        >>> classifier.probabilities(features).argmax(dim=1)
-        tensor([0, 0, 1, 1])
-    """
+class PooledBridgeHead(BridgeEnsembleHead, rule=PooledBridgeRule, example="embed_dim=8"):
+    """The head with one set of depths for all classes; its settings are those of `PooledBridgeRule`."""
 
     rule: PooledBridgeRule
     confidence: Tensor
