@@ -67,8 +67,7 @@ class AdapterSettings:
         1.0, "The text LoRA's scale is text_alpha / text_rank."
     )
     text_target_modules: list[str] | None = setting(
-        None,
-        "Text tower layers with LoRA, by name ending. None: keys, values and MLP.",
+        None, "Text tower layers with LoRA, by name ending. None: keys, values and MLP."
     )
     init_weights: bool = setting(
         True, "True: B starts at zero, so the output starts as that of the base model. False: B is random."
@@ -203,8 +202,7 @@ class LearnerArguments:
     )
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = setting(0, "Seed for the initial weights and the order of images.")
     num_workers: Annotated[int, Ge(0), Le(1000)] | Literal["auto"] = setting(
-        "auto",
-        "Processes that read images. auto: threads read files; 0: only the main thread reads.",
+        "auto", "Processes that read images. auto: threads read files; 0: only the main thread reads."
     )
     pixel_cache_mb: Annotated[int, Ge(0)] = setting(1024, "Keep at most this many MiB of preprocessed images.")
     device: str = setting("auto", "auto, cpu, or an accelerator: cuda, mps.")

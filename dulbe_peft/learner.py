@@ -165,10 +165,7 @@ class ClassIncrementalLearner(TakesTurns):
 
     @takes_turn
     def update_classes(
-        self,
-        dataset: object,
-        class_names: Sequence[str] | None = None,
-        groups: Sequence[object] | None = None,
+        self, dataset: object, class_names: Sequence[str] | None = None, groups: Sequence[object] | None = None
     ) -> None:
         """Learn further images of known classes, without training. After any error, the learner is as it was before.
 

@@ -56,11 +56,7 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
     _labels: np.ndarray  # the labels in the order in which their classes were learned
 
     def __init__(
-        self,
-        classifier: str = "bayes",
-        *,
-        texts: Mapping[Hashable, Any] | None = None,
-        logit_scale: float = 100.0,
+        self, classifier: str = "bayes", *, texts: Mapping[Hashable, Any] | None = None, logit_scale: float = 100.0
     ) -> None:
         self.classifier = classifier
         self.texts = texts

@@ -44,11 +44,7 @@ def check_whole(folder: Path) -> None:
 
 def record_of(images: LabelledImages, look: bool) -> dict[str, object]:
     """Return what identifies a task: its classes and the fingerprint of its images, see `LabelledImages`."""
-    return {
-        "class_names": list(images.class_names),
-        "images": len(images),
-        "fingerprint": images.fingerprint(look),
-    }
+    return {"class_names": list(images.class_names), "images": len(images), "fingerprint": images.fingerprint(look)}
 
 
 def write(folder: Path, images: LabelledImages, look: bool, tensors: Mapping[str, torch.Tensor | None]) -> None:

@@ -25,6 +25,13 @@ RAISES = """Raises:
         TypeError: If a setting has another type.
         ValueError: If a setting has a value outside its limits.
 """
+EXAMPLE = """Example:
+        >>> features = torch.eye(8)[[0, 0, 1, 1]] + 0.1 * torch.eye(8)[[4, 5, 6, 7]]  # of four images, (4, 8)
+        >>> classifier = {made}
+        >>> classifier.add_classes(["cat", "dog"], features, labels=[0, 0, 1, 1]{texts})
+        >>> classifier.probabilities(features).argmax(dim=1)
+        tensor([0, 0, 1, 1])
+"""
 CLASSES: "dict[type[Rule], type[Classifier]]" = {}  # rule -> the class of its classifiers
 
 
@@ -47,7 +54,8 @@ class Classifier(Learning):
         novelty_tasks: The records of the tasks from which the novelty follows.
     """
 
-    def __init_subclass__(cls, rule: type[Rule] | None = None, **kwargs: object) -> None:
+    def __init_subclass__(cls, rule: type[Rule] | None = None, example: str = "", **kwargs: object) -> None:
+        """Make the class of the classifiers with a rule. Its docstring shows one, made with the settings `example`."""
         super().__init_subclass__(**kwargs)
         if wrong := OF_RULES & vars(cls).keys():
             raise TypeError(
@@ -57,7 +65,9 @@ class Classifier(Learning):
             return
         check_rule(rule)
         cls.rule_type, cls.name, cls.needs_text = rule, rule.name, rule.needs_text
-        parts = (vars(cls).get("__doc__"), rule.__doc__, RAISES)
+        texts = ", text_embeds=features[[0, 2]]" if rule.needs_text else ""
+        shown = example and EXAMPLE.format(made=f"{cls.__name__}({example})", texts=texts)
+        parts = (vars(cls).get("__doc__"), shown, rule.__doc__, RAISES)
         cls.__doc__ = "\n\n    ".join(part.rstrip() for part in parts if part) + "\n"
         cls.__signature__ = inspect.signature(rule)  # type: ignore[attr-defined]
         CLASSES[rule] = cls

@@ -221,16 +221,8 @@ class Ensemble(Fitted):
         )
 
 
-class BridgeEnsembleHead(Classifier, rule=BridgeRule):
-    """The paper's head: prototypes between images and texts; its settings are those of `BridgeRule`.
-
-    Example:
-        >>> features = torch.eye(8)[[0, 0, 1, 1]] + 0.1 * torch.eye(8)[[4, 5, 6, 7]]  # of four images, (4, 8)
-        >>> classifier = BridgeEnsembleHead(embed_dim=8)
-        >>> classifier.add_classes(["cat", "dog"], features, labels=[0, 0, 1, 1], text_embeds=features[[0, 2]])
-        >>> classifier.probabilities(features).argmax(dim=1)
-        tensor([0, 0, 1, 1])
-    """
+class BridgeEnsembleHead(Classifier, rule=BridgeRule, example="embed_dim=8"):
+    """The paper's head: prototypes between images and texts; its settings are those of `BridgeRule`."""
 
     rule: BridgeRule
     visual_prototypes: Tensor

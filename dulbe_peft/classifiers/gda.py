@@ -95,16 +95,8 @@ def _mixed(by_text: Tensor, by_image: Tensor, alpha: float) -> Tensor:
     return (by_text + alpha * by_image) / max(1, alpha)
 
 
-class GdaClassifier(LdaClassifier, rule=GdaRule):
-    """`lda` and the text classifier with one weight; its settings are those of `GdaRule`.
-
-    Example:
-        >>> features = torch.eye(8)[[0, 0, 1, 1]] + 0.1 * torch.eye(8)[[4, 5, 6, 7]]  # of four images, (4, 8)
-        >>> classifier = GdaClassifier(embed_dim=8)
-        >>> classifier.add_classes(["cat", "dog"], features, labels=[0, 0, 1, 1], text_embeds=features[[0, 2]])
-        >>> classifier.probabilities(features).argmax(dim=1)
-        tensor([0, 0, 1, 1])
-    """
+class GdaClassifier(LdaClassifier, rule=GdaRule, example="embed_dim=8"):
+    """`lda` and the text classifier with one weight; its settings are those of `GdaRule`."""
 
     rule: GdaRule
     text_embeds: Tensor

@@ -186,16 +186,8 @@ class Gaussians(Fitted):
         return weights.float().to(self.state.device), offsets.float().to(self.state.device)
 
 
-class LdaClassifier(Classifier, rule=LdaRule):
-    """Linear discriminant analysis of the images; its settings are those of `LdaRule`.
-
-    Example:
-        >>> features = torch.eye(8)[[0, 0, 1, 1]] + 0.1 * torch.eye(8)[[4, 5, 6, 7]]  # of four images, (4, 8)
-        >>> classifier = LdaClassifier(embed_dim=8)
-        >>> classifier.add_classes(["cat", "dog"], features, labels=[0, 0, 1, 1])
-        >>> classifier.probabilities(features).argmax(dim=1)
-        tensor([0, 0, 1, 1])
-    """
+class LdaClassifier(Classifier, rule=LdaRule, example="embed_dim=8"):
+    """Linear discriminant analysis of the images; its settings are those of `LdaRule`."""
 
     rule: LdaRule
     sums: Tensor

@@ -31,14 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dulbe_peft.classifiers.calibration import (
-    FADING,
-    KEPT,
-    TaskNovelty,
-    class_shares,
-    evenly,
-    order_statistic,
-)
+from dulbe_peft.classifiers.calibration import FADING, KEPT, TaskNovelty, class_shares, evenly, order_statistic
 from dulbe_peft.classifiers.evidence import Evidence, Sums
 from dulbe_peft.classifiers.groups import together
 from dulbe_peft.classifiers.leaving import Left, choose, in_parts

@@ -77,16 +77,8 @@ class Prototypes(Fitted):
         return F.normalize(self.state.sums, dim=1).float().to(self.state.device)
 
 
-class PrototypeClassifier(Classifier, rule=PrototypeRule):
-    """The cosine with the mean of each class's images; its settings are those of `PrototypeRule`.
-
-    Example:
-        >>> features = torch.eye(8)[[0, 0, 1, 1]] + 0.1 * torch.eye(8)[[4, 5, 6, 7]]  # of four images, (4, 8)
-        >>> classifier = PrototypeClassifier(embed_dim=8)
-        >>> classifier.add_classes(["cat", "dog"], features, labels=[0, 0, 1, 1])
-        >>> classifier.probabilities(features).argmax(dim=1)
-        tensor([0, 0, 1, 1])
-    """
+class PrototypeClassifier(Classifier, rule=PrototypeRule, example="embed_dim=8"):
+    """The cosine with the mean of each class's images; its settings are those of `PrototypeRule`."""
 
     rule: PrototypeRule
     sums: Tensor

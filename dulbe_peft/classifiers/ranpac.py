@@ -105,16 +105,8 @@ class RanpacRule(RidgeRegression):
         return random_ridge, {"projection": self.layer().to(weight), "weight": weight}
 
 
-class RanpacClassifier(RidgeClassifier, rule=RanpacRule):
-    """Ridge regression on random features; its settings are those of `RanpacRule`.
-
-    Example:
-        >>> features = torch.eye(8)[[0, 0, 1, 1]] + 0.1 * torch.eye(8)[[4, 5, 6, 7]]  # of four images, (4, 8)
-        >>> classifier = RanpacClassifier(embed_dim=8, features=100)
-        >>> classifier.add_classes(["cat", "dog"], features, labels=[0, 0, 1, 1])
-        >>> classifier.probabilities(features).argmax(dim=1)
-        tensor([0, 0, 1, 1])
-    """
+class RanpacClassifier(RidgeClassifier, rule=RanpacRule, example="embed_dim=8, features=100"):
+    """Ridge regression on random features; its settings are those of `RanpacRule`."""
 
     rule: RanpacRule
     gram: Tensor

@@ -198,16 +198,8 @@ class RidgeRule(RidgeRegression):
     )
 
 
-class RidgeClassifier(Classifier, rule=RidgeRule):
-    """Ridge regression on the features; its settings are those of `RidgeRule`.
-
-    Example:
-        >>> features = torch.eye(8)[[0, 0, 1, 1]] + 0.1 * torch.eye(8)[[4, 5, 6, 7]]  # of four images, (4, 8)
-        >>> classifier = RidgeClassifier(embed_dim=8)
-        >>> classifier.add_classes(["cat", "dog"], features, labels=[0, 0, 1, 1])
-        >>> classifier.probabilities(features).argmax(dim=1)
-        tensor([0, 0, 1, 1])
-    """
+class RidgeClassifier(Classifier, rule=RidgeRule, example="embed_dim=8"):
+    """Ridge regression on the features; its settings are those of `RidgeRule`."""
 
     rule: RidgeRegression
     gram: Tensor

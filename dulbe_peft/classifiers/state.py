@@ -57,12 +57,7 @@ class Layout:
         return torch.zeros([0 if isinstance(axis, str) else axis for axis in self.axes], dtype=self.dtype)
 
 
-def per_class(
-    *row_shape: int | str,
-    dtype: torch.dtype = torch.float32,
-    of: str = CLASSES,
-    **facts: Any,
-) -> Layout:
+def per_class(*row_shape: int | str, dtype: torch.dtype = torch.float32, of: str = CLASSES, **facts: Any) -> Layout:
     """Lay out a tensor with one row per class, which is empty at first.
 
     Args:

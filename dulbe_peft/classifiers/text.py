@@ -54,16 +54,8 @@ class TextRule(Rule):
         return projected_and_linear, {"projection": state.projection, "weight": weight}
 
 
-class TextClassifier(Classifier, rule=TextRule):
-    """The cosine with each class's text, without any image; its settings are those of `TextRule`.
-
-    Example:
-        >>> features = torch.eye(8)[[0, 0, 1, 1]] + 0.1 * torch.eye(8)[[4, 5, 6, 7]]  # of four images, (4, 8)
-        >>> classifier = TextClassifier(embed_dim=8)
-        >>> classifier.add_classes(["cat", "dog"], features, labels=[0, 0, 1, 1], text_embeds=features[[0, 2]])
-        >>> classifier.probabilities(features).argmax(dim=1)
-        tensor([0, 0, 1, 1])
-    """
+class TextClassifier(Classifier, rule=TextRule, example="embed_dim=8"):
+    """The cosine with each class's text, without any image; its settings are those of `TextRule`."""
 
     rule: TextRule
     text_embeds: Tensor

@@ -88,12 +88,7 @@ class Answers:
 
 
 @torch.no_grad()
-def predict_images(
-    encoder: Encoder,
-    classifier: Classifier,
-    images: LabelledImages,
-    query: Query,
-) -> list[Prediction]:
+def predict_images(encoder: Encoder, classifier: Classifier, images: LabelledImages, query: Query) -> list[Prediction]:
     """Predict the classes of every image. An image that cannot be read has an `error`."""
     answers = Answers(classifier, query)
     count = min(query.top_k, len(answers.names))

@@ -7,12 +7,7 @@ from dulbe_peft.utils.specs import Registry, closest, convert, parse_spec
 
 S = TypeVar("S", bound=type[Strategy])
 
-_BUILT_IN = {
-    "dulbe": "dulbe:Dulbe",
-    "frozen": "frozen:Frozen",
-    "lora": "lora:Lora",
-    "merged_lora": "lora:MergedLora",
-}
+_BUILT_IN = {"dulbe": "dulbe:Dulbe", "frozen": "frozen:Frozen", "lora": "lora:Lora", "merged_lora": "lora:MergedLora"}
 _FROM_PAPERS = {
     "first_session": "first_session:FirstSession",
     "o_lora": "o_lora:OLora",

@@ -309,9 +309,7 @@ class TaskTrainer:
             epoch, epochs = 0, self.strategy.epochs(task)
             per_step, steps = args.lr_schedule == "step", math.ceil(size / args.batch_size)
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(  # per step to 0, or per epoch to 1 % of the rate
-                optimizer,
-                T_max=epochs * steps if per_step else epochs,
-                eta_min=0.0 if per_step else 0.01 * rate,
+                optimizer, T_max=epochs * steps if per_step else epochs, eta_min=0.0 if per_step else 0.01 * rate
             )
             optimizer.zero_grad(set_to_none=True)
             stack.callback(self.model.eval)
