@@ -53,8 +53,8 @@ def _listed(names: Sequence[str]) -> str:
 FEW_ITEMS = "too few items to say how many labels are wrong"
 AGREEMENT = "accuracies and estimates with these labels are the agreement with the labels: the accuracy can be higher"
 CORRECTED = (
-    "the estimate is corrected for {:.1f} % of labels of random classes, and fewer answers agree with the labels; if "
-    "the wrong labels are those of similar classes, the accuracy can be higher"
+    "the estimate is corrected as if {:.1f} % of the labels were of random classes, and fewer answers agree with the "
+    "labels; if the wrong labels are those of similar classes, the accuracy can be higher"
 )
 LEAST_WRONG = 0.01  # fewer wrong labels are not told from a few unusual images: flowers with right labels have 0.001
 WIDE = 0.05  # if no label is surely wrong, but more than this share can be, only the largest share is told
