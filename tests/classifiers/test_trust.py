@@ -144,7 +144,7 @@ def test_share_of_wrong_labels_is_told_with_its_interval_and_accuracies_are_agre
     assert Estimates(**with_items, doubted=wide).remarks(1) == tuple(about_labels(wide, items=True))
     assert Estimates(doubted=clean).remarks(1) == (), "photographs with right labels need no sentence"
     both = Estimates(doubted=sure, wrong=(0.08, 0.02, 0.2)).remarks(1)
-    assert both[0].startswith("about 10.0 %") and "corrected as if 8.0 % of the labels" in both[1], "two shares, each told"
+    assert both[0].startswith("about 10.0 %") and "corrected as if 8.0 % of the labels" in both[1]
     more = (0.3, 0.2, 0.4)  # the larger share is told, so a corrected estimate is never without its sentence
     for doubts in (clean, sure):
         assert Estimates(doubted=doubts, wrong=more).remarks(1) == tuple(about_labels(more, corrected=0.3))
