@@ -55,7 +55,6 @@ class Fresh(NamedTuple):
         lines: What was left out, and why.
         labelled: Groups with a label.
         groups: The name of each photograph's group, or ""; empty without groups.
-        new: The number of photographs that were not learned.
     """
 
     images: LabelledImages
@@ -63,7 +62,6 @@ class Fresh(NamedTuple):
     lines: list[str]
     labelled: frozenset[int]
     groups: list[str]
-    new: int
 
 
 def new_photographs(
@@ -94,7 +92,6 @@ def new_photographs(
             for number, content in zip(images.groups.tolist(), images.contents(), strict=True)
             if content in learned
         }
-    new = len(rows)
     if learned_too:
         rows = rows + _different(images, repeated.pop("learned before", []))
     lines = [f"left out: {counted(len(which), 'photograph')} {reason}" for reason, which in repeated.items()]
@@ -106,8 +103,7 @@ def new_photographs(
         raise ValueError("\n".join(["no readable photograph is left that was not learned", *lines]))
     chosen = [rows[row] for row in readable]
     groups = [names[row] or "" for row in chosen] if names else []
-    new = sum(row < new for row in readable)
-    return Fresh(images.at(chosen), features[readable], lines, labelled, groups, new)
+    return Fresh(images.at(chosen), features[readable], lines, labelled, groups)
 
 
 def _different(images: LabelledImages, rows: list[int]) -> list[int]:

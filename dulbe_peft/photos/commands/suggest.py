@@ -68,7 +68,7 @@ def suggest(
     from dulbe_peft.photos.suggesting import new_photographs, suggestions
 
     fresh, stream = new_photographs(loaded, list(photos), **groups), message_stream(csv, page)
-    images, features, notes, labelled, items, _ = fresh
+    images, features, notes, labelled, items = fresh
     classifier, possible = loaded.classifier if loaded.tasks else None, answers_of(only, None, loaded.class_names)
     suggested = suggestions(features, count, classifier, 0, images.groups, labelled, **possible)
     names = [images.item_name(suggestion.row) for suggestion in suggested]
