@@ -18,7 +18,7 @@ from research.comparison.intervals import Difference
 from research.comparison.latex import DEFAULT, write_paper_table
 from research.comparison.plan import Plan, Row
 from research.comparison.ranks import ranked
-from research.comparison.summary import COLUMNS, FEW, best_rows, by_stream, count_seeds, write_summary_csv
+from research.comparison.summary import COLUMNS, COSTS, FEW, best_rows, by_stream, count_seeds, write_summary_csv
 
 HERE = Path(__file__).parent  # the templates
 
@@ -54,7 +54,8 @@ def _content(comparison: Comparison, name: str) -> dict[str, Any]:
         "name": name,
         "scope": scope,
         "few": FEW,
-        "row_columns": COLUMNS[1:],
+        "row_columns": [column for column in COLUMNS[1:] if column.title not in COSTS],
+        "cost_columns": [*COLUMNS[1:4], *(column for column in COLUMNS if column.title in COSTS)],
         "streams": [
             _stream(stream, number, streams.get(stream, []), scope, rows, comparison.gains.get(stream))
             for number, stream in enumerate(scope.streams)

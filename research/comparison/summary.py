@@ -288,6 +288,7 @@ COLUMNS: list[Column[Entry]] = [
     Column("peak MiB", lambda entry: "" if entry.peak_bytes is None else f"{entry.peak_bytes / 2**20:,.0f}"),
     Column("still known", lambda entry: _retention(entry.retention)),
 ]
+COSTS = ("budget", "CPU s", "trained", "kept MiB", "passes an image", "peak MiB")  # a table of their own on the page
 # Columns of the CSV file -> the path of each value in an entry.
 _FIGURES = {
     "": "means.{}",
