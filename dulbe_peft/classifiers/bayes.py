@@ -299,7 +299,8 @@ class Choice(Fitted):
         n L(kappa, rho, T, w) + log(kappa / usual)^2 / 2 + log(rho / 0.3)^2 / 2 + log(T / usual)^2 / 2 + v(w)
 
         L: mean of -log((1 - w) p + w (1 - p) / (C - 1)), with p = softmax(score / T) of the label of a left-out image
-        v: -log(1 - w), and log(n) / 2 more if w > 0                          n: the effective number of these images
+        v: -log(1 - w), and log(n) / 2 more if w > 0, over the grid of `WRONG`
+        n: (sum of weights)^2 / sum of squared weights, the effective number of these images, or of their groups
 
     This is a pseudo-likelihood, if a share w of the labels is wrong, with log-normal priors, whose standard deviation
     is a factor of e. T is also the temperature of `probabilities`. Up to 256 images of each task or update are scored
@@ -307,10 +308,14 @@ class Choice(Fitted):
     so all classes have the same weight, and later tasks weigh more than earlier ones. The usual kappa follows from how
     well the texts alone predict the labels, and the usual T from the temperatures of images and of texts.
 
-    T is chosen last, in the order of the properties below: the `usual_temperatures` follow from the sums; `losses` is
-    the whole expression, for every setting, T and w; `mode` are the settings with the smallest of these, and
-    `best_temperature` is the T with the smallest of those for these settings, between the values of the grid. With
-    `chooses`, the scores are divided by it (`unit`), and the `temperature` that remains for `probabilities` is 1.
+    The properties below are in the order of the choice, and T is chosen last:
+
+        misnamed, omega, scale, told      by the texts alone, whatever kappa, rho and T are
+        usual_kappa, usual_temperatures   follow from these and the sums
+        penalised                         the whole expression, for every setting, T and w
+        mode                              the settings for which it is smallest at the best T and w
+        best_temperature                  for these settings, the T for which it is smallest, between those of the grid
+        unit, temperature                 what divides the scores, and what `probabilities` divides them by afterwards
 
     With few images, the choice stays near the usual kappa and rho. If no image was left out, no random features are
     used, and kappa, rho and T are the usual ones. If no class has two images, the covariance is the same for every
@@ -394,7 +399,7 @@ class Choice(Fitted):
 
     @once
     def told(self) -> float:
-        """The share of the labels' log-loss that texts alone explain, corrected for two fitted numbers.
+        """The share of the labels' log-loss that texts alone explain, (chance - least - 2) / whole, and at least 0.
 
         The scale and omega are fitted to the same labels, so two nats are subtracted, by Akaike's criterion. Nothing
         explains which labels are wrong, nor what they are instead. The entropy of this is left out of the whole.
@@ -408,7 +413,9 @@ class Choice(Fitted):
 
     @once
     def usual_kappa(self) -> float:
-        """The number of images, at least 1, that a text counts as before any image is left out.
+        """The number of images that a text counts as before any image is left out.
+
+            max(1, TEXT_WEIGHT told IMAGE_TEMPERATURE / J)                          J: see `usual_temperatures`
 
         With it, the texts have `TEXT_WEIGHT` times the explained share of the log-loss, `told`, as their weight
         relative to one image per class, if the scores of images and of texts are divided by their temperatures.
@@ -422,10 +429,12 @@ class Choice(Fitted):
             T^2 = (s I)^2 + ((1 - s) J)^2 + 2 r s I (1 - s) J          s = h / (h + kappa), the weight of the images
 
         where h is the harmonic mean of the n_c. The errors of the images' scores, I, and of the texts', J = a /
-        `scale`, add up like random errors with the correlation r. a is the factor of the texts that suits the images
-        best. I is `IMAGE_TEMPERATURE`. If no class has two images, it follows `Fit.spread` instead: I^2 is the mean of
-        `LONE_SPREAD`^2 spread^2 / d over the C (C - 3) / 2 pairs of classes that can differ, and of `PAIRS` pairs with
-        `IMAGE_TEMPERATURE`^2.
+        `scale`, add up like random errors with the correlation r: that of the two scores of the class means for wrong
+        classes, from 0 to 1. a is the factor with which the texts describe the class means best, by least squares, and
+        J is 0 as long as no name was judged. I is `IMAGE_TEMPERATURE`. If no class has two images, it follows from the
+        spread of the images' scores of wrong classes: I^2 is the mean of `LONE_SPREAD`^2 spread^2 / d over the C (C -
+        3) / 2 pairs of classes that can differ, and of `PAIRS` pairs with `IMAGE_TEMPERATURE`^2. `Fit` has `slope`,
+        which is a, `correlation` and `spread`.
         """
         fit, by_images, by_texts, common, found = self.fit(features), IMAGE_TEMPERATURE, 0.0, 0.0, []
         if fit.lone:
@@ -445,8 +454,11 @@ class Choice(Fitted):
         return self.fit(0).correlation(USUAL_RHO, self.omega)
 
     @once
-    def losses(self) -> Tensor:
-        """n L + log(T / usual)^2 / 2 + v(w), (features, kappas, rhos, temperatures, wrong)."""
+    def penalised(self) -> Tensor:
+        """n L + log(T / usual)^2 / 2 + v(w), (features, kappas, rhos, temperatures, wrong).
+
+        The tables are sums of weighted losses, so L is a table over the sum of the weights.
+        """
         rule, (total, squares) = self.rule, self.state.judged.tolist()
         each = [[self.usual_temperatures(number, rho, rule.kappas) for rho in rule.rhos] for number in rule.numbers]
         usual = torch.tensor(each).to(self.state.losses).transpose(1, 2)[..., None]
@@ -460,20 +472,24 @@ class Choice(Fitted):
         if not float(self.state.judged[0]):
             kappa, rho = usual if rule.kappa == "auto" else rule.kappa, USUAL_RHO if rule.rho == "auto" else rule.rho
             return float(kappa), float(rho), 0, self.omega
-        kappas, rhos = (torch.tensor(grid).to(self.losses) for grid in (rule.kappas, rule.rhos))
+        kappas, rhos = (torch.tensor(grid).to(self.penalised) for grid in (rule.kappas, rule.rhos))
         prior = ((kappas / usual).log()[:, None] ** 2 + (rhos / USUAL_RHO).log() ** 2) / 2
-        best = self.losses.amin(dim=(3, 4)) + prior
+        best = self.penalised.amin(dim=(3, 4)) + prior
         table, number, place = torch.unravel_index(best.argmin(), best.shape)
         return rule.kappas[number], rule.rhos[place], rule.numbers[table], self.omega
 
     @once
     def best_temperature(self) -> float:
-        """T: where `losses` are smallest for the chosen settings, by a parabola through the nearest three values."""
+        """T for which `penalised` is smallest with the settings of `mode` and the best w.
+
+        It is the vertex of a parabola of log T through the smallest value of the grid and its two neighbours. At an
+        end of the grid it is that end, and the usual T if no image was left out.
+        """
         rule, (kappa, rho, features, _) = self.rule, self.mode
         if not float(self.state.judged[0]):
             return self.usual_temperatures(features, rho, [kappa])[0]
-        found = self.losses[rule.numbers.index(features), rule.kappas.index(kappa), rule.rhos.index(rho)]
-        losses = found[:, int(found.amin(dim=0).argmin())].tolist()  # with the best share of wrong labels
+        found = self.penalised[rule.numbers.index(features), rule.kappas.index(kappa), rule.rhos.index(rho)]
+        losses = found[:, int(found.amin(dim=0).argmin())].tolist()  # with the best w
         best, steps = min(range(len(losses)), key=losses.__getitem__), 0.0
         if 0 < best < len(losses) - 1:
             before, here, after = losses[best - 1 : best + 2]
