@@ -97,8 +97,8 @@ class DualModeTrainer(Trainer):
         self.learner = _learner_of(model, processing_class, args, settings)
         self.class_names = class_names
         self._task: _LoopTask | None = None
-        self._output: Any = None
-        self._eval_head: Any = None
+        self._output: TrainOutput
+        self._eval_head: Callable[[torch.Tensor], torch.Tensor]
         super().__init__(
             self.learner.model,
             args,
@@ -133,7 +133,7 @@ class DualModeTrainer(Trainer):
         resume_from_checkpoint: str | bool | None = None,
         trial: object = None,
         ignore_keys_for_eval: list[str] | None = None,
-    ) -> Any:
+    ) -> TrainOutput:
         """Learn the classes of `train_dataset` as one more task. After an error, the learner is as it was before.
 
         Args:

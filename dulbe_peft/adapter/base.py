@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.utils import align_module_device
@@ -18,6 +18,7 @@ from dulbe_peft.adapter.linear import add_updates
 
 _FORWARD = nn.Linear.forward
 Pair = tuple[torch.Tensor, torch.Tensor]  # P or A, and B
+L = TypeVar("L", bound="DualModeLayer")
 
 
 def quantization(layer: nn.Module) -> Any:
@@ -59,10 +60,9 @@ def temporarily(owner: object, attribute: str, value: object) -> Iterator[None]:
             raise ValueError("a block of the adapter ends while a later one is running: leave them in reverse order")
 
 
-def layers_of(model: nn.Module, adapter: str, kind: type[nn.Module] | None = None) -> dict[str, Any]:
-    """Return the layers that have the adapter, by dotted name: those of class `kind`, by default all."""
-    kind = kind or DualModeLayer
-    layers: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+def layers_of(model: nn.Module, adapter: str, kind: type[L]) -> dict[str, L]:
+    """Return the layers of class `kind` that have the adapter, by dotted name."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
     return {name: layer for name, layer in layers.items() if layer.present_adapters([adapter])}
 
 
@@ -223,7 +223,7 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         self.check_unused(adapter_name)
         super().delete_adapter(adapter_name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_held": None, "_rows": None}
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:

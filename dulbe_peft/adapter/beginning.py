@@ -3,13 +3,15 @@
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
+from dulbe_peft.adapter.base import Pair
 from dulbe_peft.adapter.targets import in_text_tower
+
+Wrappers = dict[str, ModulesToSaveWrapper]  # by name
 
 
 @dataclass
@@ -18,12 +20,12 @@ class Beginning:
 
     planned: bool = True  # False: the bases are the random ones with which the adapter was created
     # Copies of the adapter's `modules_to_save` in the vision tower, by name; None if they are not known.
-    modules: dict[str, nn.Module] | None = field(default=None)
+    modules: dict[str, nn.Module] | None = None
     # Each layer's `copied`, by name; None if it is not known.
-    layers: dict[str, Any] | None = field(default=None)
+    layers: dict[str, tuple[Pair, Pair]] | None = None
 
 
-def trained_modules(model: nn.Module, adapter: str) -> dict[str, Any]:
+def trained_modules(model: nn.Module, adapter: str) -> Wrappers:
     """Return PEFT's wrappers of the vision modules that an adapter trains as a whole, by name."""
     wrappers = ((name, m) for name, m in model.named_modules() if isinstance(m, ModulesToSaveWrapper))
     return {name: m for name, m in wrappers if adapter in m.modules_to_save and not in_text_tower(name)}
@@ -36,7 +38,7 @@ def copied_modules(model: nn.Module, adapter: str) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def replaced(wrappers: Mapping[str, Any], adapter: str, others: Mapping[str, nn.Module]) -> Iterator[None]:
+def replaced(wrappers: Wrappers, adapter: str, others: Mapping[str, nn.Module]) -> Iterator[None]:
     """Put other modules in the place of an adapter's while the block runs, on the same device and in the same mode."""
     own = {name: wrapper.modules_to_save[adapter] for name, wrapper in wrappers.items()}
     for name, module in own.items():

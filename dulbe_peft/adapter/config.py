@@ -81,7 +81,7 @@ def _short_name(name: str) -> str:
     return re.sub(r"^(base_model\.model\.)?(vision_model\.)?", "", name)
 
 
-def history_fields(ranks: Mapping[str, int]) -> dict[str, Any]:
+def history_fields(ranks: Mapping[str, int]) -> dict[str, object]:
     """Return `history_rank` and `history_pattern` for the history ranks of all layers, given by dotted name."""
     rank = max(0, *ranks.values()) if ranks else 0
     return {"history_rank": rank, "history_pattern": {_short_name(n): r for n, r in ranks.items() if r != rank}}
@@ -172,7 +172,7 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
         default_factory=dict,
         metadata={"help": "Layers whose saved history has another rank; -1 means one matrix. Saving writes them."},
     )
-    made_on: dict[str, Any] = field(default_factory=dict, metadata={"help": "The base model. Saving writes it."})
+    made_on: dict[str, object] = field(default_factory=dict, metadata={"help": "The base model. Saving writes it."})
 
     def __post_init__(self) -> None:
         # Of the file from which the configuration was read. This is no field, so that a copy is of a fresh adapter.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from dulbe_peft.adapter.base import layers_of
+from dulbe_peft.adapter.base import DualModeLayer, layers_of
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.targets import in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
@@ -29,7 +29,7 @@ class Factors(NamedTuple):
 def all_factors(base: nn.Module, adapter: str) -> dict[str, Factors]:
     """Return each layer's whole update by name, history first. Tensors are not copied unless they are joined."""
     layers = {}
-    for name, layer in layers_of(base, adapter).items():
+    for name, layer in layers_of(base, adapter, DualModeLayer).items():
         if isinstance(layer, TextLoraLinear):
             down, up = layer.dulbe_text_A[adapter].detach(), layer.dulbe_text_B[adapter].detach()
             layers[name] = Factors(down, up, layer.scaling[adapter])

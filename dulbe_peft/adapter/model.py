@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
 from torch import nn
 
-from dulbe_peft.adapter.base import DualModeLayer, layers_of, temporarily
+from dulbe_peft.adapter.base import DualModeLayer, Pair, layers_of, temporarily
 from dulbe_peft.adapter.beginning import Beginning, copied_modules, replaced, trained_modules
 from dulbe_peft.adapter.config import DULBE, PREFIX, DualModeLoraConfig
 from dulbe_peft.adapter.factors import add_weighted_adapter
@@ -58,7 +58,7 @@ class DualModeLoraModel(BaseTuner):
     )
 
     def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        if layers_of(model, adapter_name):
+        if layers_of(model, adapter_name, DualModeLayer):
             raise ValueError(
                 f"the model already has the adapter {adapter_name!r}: unload() it, or choose another name"
             )
@@ -96,7 +96,7 @@ class DualModeLoraModel(BaseTuner):
         planned = not cast(DualModeLoraConfig, self.peft_config[adapter]).init_weights
         self._beginnings[adapter] = Beginning(planned, layers=self._copied_layers(adapter))
 
-    def _copied_layers(self, adapter: str) -> dict[str, Any]:
+    def _copied_layers(self, adapter: str) -> dict[str, tuple[Pair, Pair]]:
         return {name: layer.copied(adapter) for name, layer in layers_of(self.model, adapter, DualModeLinear).items()}
 
     def delete_adapter(self, adapter_name: str) -> None:
@@ -129,15 +129,14 @@ class DualModeLoraModel(BaseTuner):
         self._check_own_modules()
         return super()._apply(fn, recurse)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         self._check_own_modules()
-        state: dict[str, Any] = super().__getstate__()
-        return state
+        return dict(super().__getstate__())
 
-    def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
+    def _check_target_module_exists(self, peft_config: DualModeLoraConfig, key: str) -> object:  # type: ignore[override]
         return find_target(peft_config, self.model, key)
 
-    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> PeftConfig:
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, object]) -> PeftConfig:
         """Fill in the target layers of a known encoder; for any other model the user must name them."""
         if peft_config.target_modules is None and model_config["model_type"] not in self.target_module_mapping:
             known = ", ".join(record.model for record in ENCODERS.values())
@@ -153,9 +152,9 @@ class DualModeLoraModel(BaseTuner):
 
     def _create_and_replace(  # type: ignore[override]
         self,
-        config: Any,
+        config: DualModeLoraConfig,
         adapter_name: str,
-        target: Any,
+        target: nn.Module,
         target_name: str,
         parent: object,
         current_key: str,
@@ -299,7 +298,7 @@ class DualModeLoraModel(BaseTuner):
         if isinstance(modes, Mapping) and modes and all(isinstance(value, torch.Tensor) for value in modes.values()):
             if not stats and self.has_history:
                 warnings.warn(NO_STATISTICS, stacklevel=2)
-            modes = allocate_modes(dict(cast(Any, modes)), stats, config=self.active_config)
+            modes = allocate_modes(dict(cast(Mapping[str, torch.Tensor], modes)), stats, config=self.active_config)
         elif stats is not None:
             raise TypeError("stats can only be given with gradients, as probe_gradients returns them, not with modes")
         modes = cast(Mapping[str, ModeBases], modes)
@@ -464,7 +463,8 @@ class DualModeLoraModel(BaseTuner):
         """
         self._check_share("scaled", scale, "scale")
         adapter = self.adapter_name
-        return _all_of(layer.scaled(adapter, scale) for layer in layers_of(self.model, adapter).values())
+        layers = layers_of(self.model, adapter, DualModeLayer).values()
+        return _all_of(layer.scaled(adapter, scale) for layer in layers)
 
     def keep(self, share: float) -> None:
         """Make `scaled(share)` permanent, between two tasks: the adapter's whole update becomes share * dW.
@@ -475,7 +475,7 @@ class DualModeLoraModel(BaseTuner):
         """
         self._check_share("keep", share)
         adapter = self.adapter_name
-        for layer in layers_of(self.model, adapter).values():
+        for layer in layers_of(self.model, adapter, DualModeLayer).values():
             layer.scale_update(adapter, share)
         self._forget_weights()
         self._beginnings[adapter].layers = self._copied_layers(adapter)
@@ -505,7 +505,7 @@ class DualModeLoraModel(BaseTuner):
 
     @classmethod
     def _get_adapter_state_dict(  # type: ignore[override]
-        cls, model: nn.Module, config: Any, adapter_name: str, **kwargs: Any
+        cls, model: nn.Module, config: PeftConfig, adapter_name: str, **kwargs: Any
     ) -> Any:
         """Select the adapter's entries, unless the model's outputs are not those of the adapter now."""
         check_state(model, "get_peft_model_state_dict")

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub import CommitInfo, ModelCardData
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -63,9 +63,10 @@ def adapter_card(model: PeftModel, repo_id: str | None = None, tags: Sequence[st
     )
 
 
-def _facts(model: Any, adapter: str, config: Any) -> dict[str, object]:
+def _facts(model: PeftModel, adapter: str, config: PeftConfig) -> dict[str, object]:
     """Return what the card says about one adapter."""
-    layers = layers_of(model.base_model.model, adapter, DualModeLinear)
+    base = model.get_base_model()
+    layers = layers_of(base, adapter, DualModeLinear)
     ranks = {name: (layer.history_rank(adapter), layer.dulbe_P[adapter].shape[1]) for name, layer in layers.items()}
     counted = [history // rank for history, rank in ranks.values() if history != DENSE]
     return {
@@ -73,7 +74,7 @@ def _facts(model: Any, adapter: str, config: Any) -> dict[str, object]:
         "config": config,
         "layers": len(layers),
         "kinds": sorted({name.rpartition(".")[2] for name in layers}),
-        "text_layers": len(layers_of(model.base_model.model, adapter, TextLoraLinear)),
+        "text_layers": len(layers_of(base, adapter, TextLoraLinear)),
         "tasks": max(counted) if counted else None,  # one matrix does not show how many tasks it sums up
         "unfinished": any(layer.is_trained(adapter) for layer in layers.values()),
     }
@@ -86,13 +87,13 @@ class DualModePeftModel(PeftModel):
     metadata of a file, or the line about parameters. So the model is given this class when it takes its tuner.
     """
 
-    peft_class: Any = PeftModel  # the class that PEFT, or a user, has made it of
+    peft_class: type[PeftModel] = PeftModel  # the class that PEFT, or a user, has made it of
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> PeftModel:
         return cls.peft_class.from_pretrained(*args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return _without_values, (self.peft_class,), self.__getstate__()
 
     def print_trainable_parameters(self) -> None:
@@ -123,8 +124,9 @@ class DualModePeftModel(PeftModel):
         """Save as PEFT does, and write facts about each adapter into its file's metadata."""
         self.check_state("get_peft_model_state_dict")
         directory, base = str(save_directory), self.get_base_model()
+        configs = cast(dict[str, DualModeLoraConfig], self.peft_config)
         for name in self.peft_config.keys() & set(selected_adapters or self.peft_config):
-            self._check_scales(name, self.peft_config[name])
+            self._check_scales(name, configs[name])
         super().save_pretrained(
             directory, safe_serialization, selected_adapters, save_embedding_layers, is_main_process, **kwargs
         )
@@ -132,13 +134,13 @@ class DualModePeftModel(PeftModel):
             folder = Path(directory) if name == "default" else Path(directory, name)
             layers = layers_of(base, name, DualModeLinear)
             ranks = history_fields({key: layer.history_rank(name) for key, layer in layers.items()})
-            facts = facts_of(self.peft_config[name], base)
+            facts = facts_of(configs[name], base)
             made_on = {key: getattr(facts, key) for key in ("tower", "base_digests", "base_settings")}
             write_json(folder / CONFIG_NAME, read_json(folder / CONFIG_NAME) | ranks | {"made_on": made_on})
             if safe_serialization:
                 write_facts(folder / SAFETENSORS_WEIGHTS_NAME, facts)
 
-    def _check_scales(self, adapter: str, config: Any) -> None:
+    def _check_scales(self, adapter: str, config: DualModeLoraConfig) -> None:
         for layer in layers_of(self.get_base_model(), adapter, TextLoraLinear).values():
             layer.check_scale(adapter, config)
 
@@ -184,7 +186,7 @@ def extended(peft_class: Any) -> Any:
     return type(f"DualMode{peft_class.__name__}", (DualModePeftModel, peft_class), names)
 
 
-def _without_values(peft_class: Any) -> Any:
+def _without_values(peft_class: Any) -> object:
     kind = extended(peft_class)
     return kind.__new__(kind)
 

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from peft.config import PeftConfig
 from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer
-from dulbe_peft.adapter.config import PREFIX, AdapterFacts
+from dulbe_peft.adapter.config import PREFIX, AdapterFacts, DualModeLoraConfig
 from dulbe_peft.adapter.linear import is_consistent
 from dulbe_peft.adapter.targets import in_text_tower
 from dulbe_peft.encoders.registry import ENCODERS, type_of
@@ -53,7 +54,7 @@ def innermost(model: object) -> Any:
     return model
 
 
-def describe_origin(config: Any, model: object) -> str:
+def describe_origin(config: PeftConfig, model: object) -> str:
     """Return a clause for messages that names an adapter's base model and the model it is being loaded into."""
     origin, kind = config.base_model_name_or_path, (config.auto_mapping or {}).get("base_model_class")
     model = innermost(model)
@@ -71,13 +72,13 @@ def tower_of(model_type: object) -> str | None:
     return "text" if "text" in parts else None
 
 
-def facts_of(config: Any, model: nn.Module) -> AdapterFacts:
+def facts_of(config: DualModeLoraConfig, model: nn.Module) -> AdapterFacts:
     """Return what is written about an adapter of a model when it is saved."""
     tower = config.facts.tower or tower_of(type_of(innermost(model)))
     return AdapterFacts(tower, base_digests(model), base_settings(model))
 
 
-def check_tower(config: Any, model: Any, tower: str | None) -> None:
+def check_tower(config: DualModeLoraConfig, model: nn.Module, tower: str | None) -> None:
     """Raise an error if the model is a tower other than the one that the adapter's modes were made for."""
     if config.facts.tower and tower and config.facts.tower != tower:
         raise ValueError(
@@ -142,7 +143,7 @@ def differing(saved: dict[str, str], present: dict[str, str]) -> dict[str, str]:
     return {key: saved[key] for key in present if saved.get(key, present[key]) != present[key]}
 
 
-def warn_of_another_base(config: Any, model: nn.Module) -> None:
+def warn_of_another_base(config: DualModeLoraConfig, model: nn.Module) -> None:
     """Warn if an adapter was trained on a base model whose weights or settings differ from the model's."""
     digests = base_digests(model) if config.facts.base_digests else {}
     other_weights = [key.split() for key in differing(config.facts.base_digests, digests)]

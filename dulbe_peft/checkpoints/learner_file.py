@@ -25,7 +25,7 @@ class LearnerFile(Record):
     memory: bool
     source: dict[str, str] | None
     step: Count
-    strategy: dict[str, Any]
+    strategy: dict[str, object]
     tasks: list[list[str]]
     updates: list[Update]
 

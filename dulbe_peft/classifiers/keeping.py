@@ -30,9 +30,9 @@ P = ParamSpec("P")
 EXTRA_STATE = "_extra_state"
 
 
-def takes(rule: Callable[P, Rule]) -> Callable[[object], Callable[Concatenate[Any, P], None]]:
+def takes(rule: Callable[P, Rule]) -> Callable[[object], Callable[Concatenate[object, P], None]]:
     """Tell type checkers that a constructor has the parameters of a rule."""
-    return lambda make: cast(Any, make)
+    return lambda make: cast(Callable[Concatenate[object, P], None], make)
 
 
 class Kept(nn.Module):

@@ -6,7 +6,7 @@ logits = tau w_c h' W
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ class RandomLayer(Fitted):
 
     reads = ()
 
-    def __init__(self, rule: Any, state: State) -> None:
+    def __init__(self, rule: object, state: State) -> None:
         super().__init__(rule, state)
         self.layers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 

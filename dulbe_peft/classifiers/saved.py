@@ -69,7 +69,7 @@ def write(
 class Loaded(NamedTuple):
     """The contents of the two files, checked: the arguments of the constructor, and what is set afterwards."""
 
-    arguments: dict[str, Any]
+    arguments: dict[str, object]
     state: State
     solved: dict[str, Tensor]
     config: SavedClassifier

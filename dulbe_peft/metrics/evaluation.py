@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 
@@ -179,7 +179,7 @@ def write_predictions(path: Path, tasks: Mapping[int, Evaluation]) -> None:
     grouped = any(part.groups for part in tasks.values())
     first = next(iter(tasks.values()))
     names = list(first.classifiers | first.baselines)
-    rows: list[Any] = []
+    rows: list[tuple[object, ...]] = []
     for number, part in tasks.items():
         columns = part.baselines | part.classifiers
         labels = [part.truth, *(columns[name] for name in names)]

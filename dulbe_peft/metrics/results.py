@@ -1,7 +1,7 @@
 """The contents of `results.json`: what a stream measured, and the measures of continual learning."""
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Self
 
 from pydantic import field_serializer
 from pydantic_core import to_json
@@ -75,7 +75,7 @@ class Kept(Record):
 class Results(_Part):
     """The whole file."""
 
-    configuration: dict[str, Any]
+    configuration: dict[str, object]
     class_names: list[list[str]]
     seed: int | None = None
     strategy: StrategyPart

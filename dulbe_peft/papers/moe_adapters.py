@@ -19,7 +19,7 @@ does not, so that an image has one feature.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -80,7 +80,7 @@ class Experts(Encoding):
         with self._beside(clip, "text"):
             return unit_text_embeds(clip, tokens)
 
-    def _beside(self, clip: Any, tower: str) -> Any:
+    def _beside(self, clip: Any, tower: str) -> AbstractContextManager[None]:
         strategy, text = self.strategy, tower == "text"
 
         def update(block: int, x: Tensor) -> Tensor:

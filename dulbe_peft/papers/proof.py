@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -164,8 +163,7 @@ class ProofRule(ReplayedMeans):
         def loss(_: int, rows: Tensor) -> Tensor:
             weights = leaves | {name: old[name] + leaves[name] for name in PROJECTIONS}
             tokens = texts, changes["means"], torch.cat([contexts, leaves["contexts"]])
-            tensors: Any = fusion_tensors(*tokens, self.logit_scale, weights)
-            terms = projected_fusion(images[rows], **tensors, sums=False)
+            terms = projected_fusion(images[rows], sums=False, **fusion_tensors(*tokens, self.logit_scale, weights))
             return torch.stack([F.cross_entropy(scores, labels[rows]) for scores in terms]).sum()
 
         fit(loss, optimizer, (minibatches(images, self.batch_size, generator) for _ in range(self.epochs)), schedule)

@@ -104,7 +104,9 @@ class Captions:
     vectors: Tensor
 
     @classmethod
-    def begun(cls, encoder: Encoder, names: Sequence[str], prompts: Sequence[str], labels: Tensor, count: int) -> Any:
+    def begun(
+        cls, encoder: Encoder, names: Sequence[str], prompts: Sequence[str], labels: Tensor, count: int
+    ) -> "Captions":
         """Return captions with `count` vectors, which are the tokens of the names of the classes.
 
         Raises:

@@ -37,7 +37,7 @@ class Order:
 class EpochLoader(DataLoader[Any]):
     """A data loader that passes the number of a new epoch on to its batch sampler."""
 
-    def __init__(self, batches: Dataset[Any], order: Order, settings: dict[str, Any]) -> None:
+    def __init__(self, batches: Dataset[dict[str, torch.Tensor]], order: Order, settings: dict[str, Any]) -> None:
         super().__init__(batches, batch_sampler=order, **settings)
 
     def set_epoch(self, epoch: int) -> None:

@@ -193,7 +193,7 @@ class LearnerState:
         default=None, init=False, repr=False, compare=False
     )
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out the cached encoding, which is made again."""
         return {**vars(self), "_encoding": None}
 

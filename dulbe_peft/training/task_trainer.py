@@ -129,8 +129,8 @@ class TaskTrainer:
         self.adapter = cast(DualModeLoraModel, state.adapter)  # None if nothing is trained
         self.encoder, self.logit_scale, self.log = encoder, logit_scale(encoder.clip), log
         self.images, self.names, self.index = images, images.images.class_names, len(state.tasks)
-        given: dict[str, Any] = {"planned": state.planned, "class_texts": state.class_texts}
-        self.task = NewTask(self.index, self.adapter, self.args, state.memory, encoder=encoder, images=images, **given)
+        self.task = NewTask(self.index, self.adapter, self.args, state.memory, encoder=encoder, images=images)
+        self.task.planned, self.task.class_texts = state.planned, state.class_texts
         self.step = state.step
         counts = np.bincount(images.labels, minlength=len(self.names)).tolist()
         rate = self.strategy.rate(self.args) if self.strategy.adapts else None

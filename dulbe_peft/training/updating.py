@@ -98,9 +98,9 @@ def forget_class(state: LearnerState, name: str) -> LearnerState:
 
 
 @torch.no_grad()
-def forget_images(state: LearnerState, encoder: Encoder, images: Any) -> LearnerState:
+def forget_images(state: LearnerState, encoder: Encoder, given: object) -> LearnerState:
     """Remove single learned images, which are identified by their content, from every classifier."""
-    images = unlabelled_images(images)
+    images = unlabelled_images(given)
     if not len(images):
         return state
     if state.trained:
@@ -120,8 +120,8 @@ def forget_images(state: LearnerState, encoder: Encoder, images: Any) -> Learner
         check_can(classifier.rule, "forget images")
     learned: dict[bytes, list[str]] = {}
     for name, contents in state.known.learned.items():
-        for content in contents:
-            learned.setdefault(content, []).append(name)
+        for each in contents:
+            learned.setdefault(each, []).append(name)
     rows: dict[bytes, int] = {}  # content -> row; an image that is given twice is removed once
     for row, content in enumerate(images.contents()):
         if content is None:
