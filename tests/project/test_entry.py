@@ -19,22 +19,12 @@ def started(*words, **options):
 
 def test_run_predict_and_serve_work_as_in_processes_of_tests(digit_folders, tiny_model, tmp_path):
     data, out = digit_folders(2, 3, 2), tmp_path / "out"
-    run = [
-        "run",
-        "--model",
-        tiny_model,
-        "--data",
-        data,
-        "--strategy",
-        "frozen",
-        "--classifiers",
-        "prototype",
-        *MACHINE,
-    ]
+    settings = ["--strategy", "frozen", "--classifiers", "prototype", *MACHINE]
+    run = ["run", "--model", tiny_model, "--data", data, "--output", out, "--overwrite", *settings]
     predict = ["predict", out, data / "test", "--top-k", "1"]
     printed = []
     for start in (started, processes.run):
-        for words in ([*run, "--output", out, "--overwrite"], predict):
+        for words in (run, predict):
             done = start("-m", "dulbe_peft", *words)
             assert done.returncode == 0, done.stderr
             printed.append(re.sub(r"[\d.]+ s\b", "", done.stdout))
@@ -50,7 +40,7 @@ def test_run_predict_and_serve_work_as_in_processes_of_tests(digit_folders, tiny
 ENDS = """
 import atexit, os, signal, sys
 atexit.register(print, "at exit", flush=True)
-print(sys.argv, __name__, sys.path[0], os.getcwd(), os.environ["CASE"], sys.stdin.read())
+print(sys.argv, __name__, sys.path[0], os.getcwd(), os.environ["CASE"], sys.stdin.read(), os.fsync.__module__)
 {}
 """
 
