@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -19,7 +19,6 @@ from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
 from dulbe_peft.checkpoints import base_models, layout, learner_file, saving
 from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.checkpoints.locating import listed
-from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.registry import CLASSIFIERS
 from dulbe_peft.data.known import KnownImages
 from dulbe_peft.encoders.backends import has_graph
@@ -84,8 +83,8 @@ def loaded_state(
                 name = saved.adapter_name
                 model = PeftModel.from_pretrained(base_model, str(folder), name, is_trainable=True, config=config)
             state = LearnerState(model, processor, settings, strategy, {}, adapter_name=saved.adapter_name)
-            parts = _read_parts(state, folder, saved, files)
-        yield _with_parts(state, folder, saved, parts)
+            state, learned = _read_parts(state, folder, saved, files)
+        yield _checked(state, folder, saved, learned)
 
 
 def _read_processor(folder: Path, base_model: nn.Module) -> Any:
@@ -118,25 +117,18 @@ def restore(state: LearnerState, folder: Path) -> LearnerState:
     with load_errors(folder):
         saved = learner_file.read(folder)
         base_models.check(state.base, saved.base_model, folder)
-        parts = _read_parts(state, folder, saved, files)
-    restored = _with_parts(state, folder, saved, parts)
+        state, learned = _read_parts(state, folder, saved, files)
+    restored = _checked(state, folder, saved, learned)
     if state.adapter is not None:
         with load_errors(folder):
             state.set_adapter_tensors(read_tensors(folder / saving.ADAPTER_FILE)[0])
     return restored
 
 
-class _Parts(NamedTuple):
-    """What a folder holds besides the model, and the settings with which the images were learned."""
-
-    classifiers: dict[str, Classifier]
-    memory: Memory | None
-    known: KnownImages
-    learned: dict[str, Any]
-
-
-def _read_parts(state: LearnerState, folder: Path, saved: LearnerFile, files: set[str]) -> _Parts:
-    """Read what a folder, which was already checked, holds besides the model."""
+def _read_parts(
+    state: LearnerState, folder: Path, saved: LearnerFile, files: set[str]
+) -> tuple[LearnerState, dict[str, Any]]:
+    """Return the state with what a folder holds besides the model, and the settings with which images were learned."""
     unknown = [name for name in saved.classifiers if name not in CLASSIFIERS]
     if unknown:
         known = ", ".join(sorted(CLASSIFIERS))
@@ -151,14 +143,13 @@ def _read_parts(state: LearnerState, folder: Path, saved: LearnerFile, files: se
     if saved.tasks and (memory is not None or not saved.memory or _encodes_by_memory(state.strategy)):
         state.strategy.check_memory(memory)
     images = read_known(folder, [name for task in saved.tasks for name in task], files)
-    return _Parts(classifiers, memory, images, {name: saved.arguments[name] for name in _LEARNED_WITH})
+    learned = {name: saved.arguments[name] for name in _LEARNED_WITH}
+    return replace(state, classifiers=classifiers, memory=memory, known=images), learned
 
 
-def _with_parts(state: LearnerState, folder: Path, saved: LearnerFile, parts: _Parts) -> LearnerState:
+def _checked(state: LearnerState, folder: Path, saved: LearnerFile, learned: dict[str, Any]) -> LearnerState:
     """Return the state of a folder, after a check that its settings and those of the state read images alike."""
-    classifiers, memory, known, learned = parts
-    args, width = state.args, replace(state, memory=memory).embed_dim
-    names = [name for task in saved.tasks for name in task]
+    args, width, names = state.args, state.embed_dim, [name for task in saved.tasks for name in task]
     if saved.tasks and args.features != learned["features"]:
         raise ValueError(
             f"features is {args.features!r}, but the learner in {folder} has learned {learned['features']!r} features"
@@ -178,22 +169,19 @@ def _with_parts(state: LearnerState, folder: Path, saved: LearnerFile, parts: _P
         args = replace(args, image_resize=resize)
     if args.learning_rate == "auto":  # keep the rate that was chosen on the first task
         args = replace(args, learning_rate=learned["learning_rate"])
-    for name, classifier in classifiers.items():
+    for name, classifier in state.classifiers.items():
         if classifier.class_names != names or classifier.embed_dim != width:
             raise CheckpointError(f"{folder} is inconsistent: {name!r} has other classes or another feature width")
     return replace(
         state,
         args=args,
-        classifiers=classifiers,
-        memory=memory,
         tasks=[tuple(task) for task in saved.tasks],
         step=saved.step,
         source=saved.source,
-        incomplete=bool(saved.tasks and saved.memory and not memory),
+        incomplete=bool(saved.tasks and saved.memory and not state.memory),
         updates=saved.updates,
         class_texts={name: tuple(texts) for name, texts in saved.class_texts.items()},
         graph=saved.graph,
-        known=known,
         estimates=saved.estimates,
     )
 
