@@ -253,7 +253,8 @@ class DualModeLoraModel(BaseTuner):
     @property
     def history_rank(self) -> int:
         """The highest rank among the layers' histories; 0 if there is no history or all of them are matrices."""
-        return max([0, *_history_ranks(self.model, self.adapter_name).values()])
+        ranks = [layer.history_rank(self.adapter_name) for layer in self.dual_mode_layers().values()]
+        return max([0, *ranks])
 
     @property
     def has_history(self) -> bool:
@@ -541,10 +542,6 @@ class DualModeLoraModel(BaseTuner):
         # With low_cpu_mem_usage, PEFT would use the file's tensors directly. They are unaligned in memory, so products
         # with them would be rounded differently. Copies are aligned.
         return {key: tensor.clone() for key, tensor in best.items()}
-
-
-def _history_ranks(model: nn.Module, adapter: str) -> dict[str, int]:
-    return {name: layer.history_rank(adapter) for name, layer in layers_of(model, adapter, DualModeLinear).items()}
 
 
 @contextmanager

@@ -185,10 +185,8 @@ class Kept(nn.Module):
         self.calibration, self.novelty_tasks = extra.calibration, extra.novelty_tasks
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        device, solved = (
-            fn(torch.zeros(1, device=self.device)).device,
-            vars(self.rule.fitted(self.state)).get("solved", {}),
-        )
+        device = fn(torch.zeros(1, device=self.device)).device
+        solved = vars(self.rule.fitted(self.state)).get("solved", {})
         moved = {name: tensor.to(device) for name, tensor in solved.items()}
         self._fitted = {}
 

@@ -153,11 +153,8 @@ class PooledBridgeRule(BridgeRule):
 
     def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the scores of learned images, each without its group in its class; the depth weights stay."""
-        own = (
-            self.logit_scale
-            * self.own_scores(state, images, labels, groups)
-            @ self.fitted(state).depth_weights.to(images)
-        )
+        weights = self.fitted(state).depth_weights.to(images)
+        own = self.logit_scale * self.own_scores(state, images, labels, groups) @ weights
         return self.scores(state, images).scatter(1, labels[:, None], own[:, None])
 
     def judged(

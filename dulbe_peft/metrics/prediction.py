@@ -68,7 +68,7 @@ class Answers:
             return self.classifier.probabilities(features)
         scores = self.classifier(features) / self.classifier.temperature
         shares = scores[:, self._labels.to(scores.device)].softmax(dim=1)
-        return shares.new_zeros(len(shares), len(self.names)).index_add_(1, self._places.to(shares.device), shares)
+        return self._summed(shares)
 
     def set_sizes(self, features: Tensor, coverage: float) -> list[int]:
         """Return how many answers, the most probable ones, contain the classes of each prediction set.
@@ -79,12 +79,13 @@ class Answers:
         if self.plain:
             return sets.sum(dim=1).tolist()
         inside = sets[:, self._labels.to(sets.device)].float()
-        wanted = (
-            inside.new_zeros(len(inside), len(self.names)).index_add_(1, self._places.to(inside.device), inside) > 0
-        )
         order = self.probabilities(features).argsort(dim=1, descending=True)
-        last = wanted.gather(1, order) * torch.arange(1, len(self.names) + 1, device=wanted.device)
+        last = (self._summed(inside) > 0).gather(1, order) * torch.arange(1, len(self.names) + 1, device=order.device)
         return last.amax(dim=1).clamp_min(1).tolist()
+
+    def _summed(self, values: Tensor) -> Tensor:
+        """Return the sums over the classes of each answer, (n, answers), of values of the possible classes."""
+        return values.new_zeros(len(values), len(self.names)).index_add_(1, self._places.to(values.device), values)
 
 
 @torch.no_grad()
@@ -99,9 +100,9 @@ def predict_images(encoder: Encoder, classifier: Classifier, images: LabelledIma
     rows = [Prediction(images.item_name(index), error=unreadable.get(index)) for index in range(len(images))]
     for chunk in torch.tensor(readable, dtype=torch.long).split(4096):
         rows_of_chunk, sizes = features[chunk.to(features.device)], [count] * len(chunk)
-        refused = (
-            [False] * len(chunk) if query.reject is None else classifier.refused(rows_of_chunk, query.reject).tolist()
-        )
+        refused = [False] * len(chunk)
+        if query.reject is not None:
+            refused = classifier.refused(rows_of_chunk, query.reject).tolist()
         novel = classifier.novelty(rows_of_chunk).tolist() if query.novelty else [None] * len(chunk)
         if query.coverage is not None:
             sizes = answers.set_sizes(rows_of_chunk, query.coverage)

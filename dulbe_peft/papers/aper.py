@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from dulbe_peft.encoders.encoding import Encoding
 from dulbe_peft.encoders.loading import embed_dim, unit_image_embeds
 from dulbe_peft.papers.adapters import beside_mlps, bottleneck, mlp_blocks, started, width_of_mlps
-from dulbe_peft.papers.first_session import FirstTaskOnly
+from dulbe_peft.papers.first_session import FirstTaskOnly, Start
 from dulbe_peft.papers.fitting import uniform
 from dulbe_peft.papers.two_towers import TwoTowers
 from dulbe_peft.strategies.base import Memory, NewTask, Step
@@ -74,9 +74,7 @@ class Aper(FirstTaskOnly):
     def trained(self, tensors: Mapping[str, Tensor]) -> Encoding:
         return Adapted(tensors, self.scale, self.dropout)
 
-    def start(
-        self, task: NewTask, clip: Any, generator: torch.Generator
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def start(self, task: NewTask, clip: Any, generator: torch.Generator) -> Start:
         assert task.images is not None
         blocks, width, r = len(mlp_blocks(clip)), width_of_mlps(clip), self.bottleneck
         tensors = {"down": started(generator, blocks, r, width), "up": torch.zeros(blocks, width, r)}

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.encoders.loading import embed_dim
-from dulbe_peft.papers.prompts import Draw, PromptStrategy, blocks_of, width_of
+from dulbe_peft.papers.prompts import Draw, Pairs, PromptStrategy, blocks_of, width_of
 from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.utils.settings import AtLeastOne, Weight
 
@@ -84,9 +84,7 @@ class CodaPrompt(PromptStrategy):
     def joined(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {n: torch.cat([*([old[n].detach()] if n in old else []), new[n]], dim=1) for n in TABLES}
 
-    def prefixes(
-        self, tensors: Mapping[str, Tensor], queries: Tensor, task: int | None
-    ) -> dict[int, tuple[Tensor, Tensor]]:
+    def prefixes(self, tensors: Mapping[str, Tensor], queries: Tensor, task: int | None) -> Pairs:
         pairs = {}
         for block, (prompts, keys, attention) in enumerate(zip(*(tensors[name] for name in TABLES), strict=True)):
             weights = component_weights(queries, keys, attention)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dulbe_peft.encoders.loading import embed_dim
-from dulbe_peft.papers.prompts import Draw, PromptStrategy, blocks_of, cosines, expanded, width_of
+from dulbe_peft.papers.prompts import Draw, Pairs, PromptStrategy, blocks_of, cosines, width_of
 from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.utils.settings import AtLeastOne, Weight
 
@@ -61,15 +61,13 @@ class DualPrompt(PromptStrategy):
         rows = {n: torch.cat([*([old[n]] if n in old else []), new[n]]) for n in ("experts", "keys")}
         return {"general": new["general"], **rows}
 
-    def prefixes(
-        self, tensors: Mapping[str, Tensor], queries: Tensor, task: int | None
-    ) -> dict[int, tuple[Tensor, Tensor]]:
-        general, experts = tensors["general"], tensors["experts"]
+    def prefixes(self, tensors: Mapping[str, Tensor], queries: Tensor, task: int | None) -> Pairs:
+        general, experts, n = tensors["general"], tensors["experts"], len(queries)
         if task is None:
             chosen = experts[cosines(queries, tensors["keys"]).argmax(dim=1)]  # (n, blocks, 2, length, width)
         else:
-            chosen = experts[task].expand(len(queries), *experts.shape[1:])
-        pairs = {b: (expanded(k, len(queries)), expanded(v, len(queries))) for b, (k, v) in enumerate(general)}
+            chosen = experts[task].expand(n, *experts.shape[1:])
+        pairs = {b: (k.expand(n, *k.shape), v.expand(n, *v.shape)) for b, (k, v) in enumerate(general)}
         first = len(general)
         return pairs | {first + b: (chosen[:, b, 0], chosen[:, b, 1]) for b in range(chosen.shape[1])}
 

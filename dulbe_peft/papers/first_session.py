@@ -19,6 +19,8 @@ from dulbe_peft.strategies.base import Memory, NewTask, Strategy
 from dulbe_peft.strategies.lora import Lora
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
+Start = tuple[dict[str, Tensor], dict[str, Tensor]]  # the tensors and the head, by name
+
 
 @dataclass(frozen=True)
 class FirstSession(Lora):
@@ -39,9 +41,7 @@ class FirstTaskOnly(Strategy):
     memory_kind = dict
     published_rate = 1e-3  # of Adam; both papers' 0.01 is that of SGD
 
-    def start(
-        self, task: NewTask, clip: Any, generator: torch.Generator
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def start(self, task: NewTask, clip: Any, generator: torch.Generator) -> Start:
         """Return the tensors and the head from which training starts, on the CPU."""
         raise NotImplementedError
 
@@ -58,12 +58,9 @@ class FirstTaskOnly(Strategy):
             yield []
             return
         assert task.encoder is not None
-        for kind, tensors in zip(
-            ("tensors", "head"), self.start(task, task.encoder.clip, task.generator(salt=2)), strict=True
-        ):
-            task.notes[kind] = {
-                name: value.to(task.encoder.device).requires_grad_() for name, value in tensors.items()
-            }
+        device, start = task.encoder.device, self.start(task, task.encoder.clip, task.generator(salt=2))
+        for kind, tensors in zip(("tensors", "head"), start, strict=True):
+            task.notes[kind] = {name: value.to(device).requires_grad_() for name, value in tensors.items()}
         with task.encoder.encoding_by(self.trained(task.notes["tensors"])):
             yield [*task.notes["tensors"].values(), *task.notes["head"].values()]
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from dulbe_peft.encoders.encoding import hooked
 from dulbe_peft.encoders.loading import embed_dim, encoder_of, unit_image_embeds
-from dulbe_peft.papers.prompts import Draw, Prompted, PromptStrategy, blocks_of, cosines, width_of
+from dulbe_peft.papers.prompts import Draw, Pairs, Prompted, PromptStrategy, blocks_of, cosines, width_of
 from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.utils.settings import AtLeastOne, Weight
 
@@ -114,9 +114,7 @@ class L2P(PromptStrategy):
         """Return the chosen prompts of each image, (n, chosen, length, width)."""
         return tensors["pool"][block][nearest(queries, tensors["keys"][block], self.chosen)[1]]
 
-    def prefixes(
-        self, tensors: Mapping[str, Tensor], queries: Tensor, task: int | None
-    ) -> dict[int, tuple[Tensor, Tensor]]:
+    def prefixes(self, tensors: Mapping[str, Tensor], queries: Tensor, task: int | None) -> Pairs:
         pairs = {}
         for block in range(len(tensors["pool"])):
             keys, values = self.selected(tensors, queries, block).chunk(2, dim=2)

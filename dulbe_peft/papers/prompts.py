@@ -41,6 +41,7 @@ from dulbe_peft.utils.processes import used_by_all
 from dulbe_peft.utils.settings import Positive
 
 NAME = "dulbe_prefix"  # transformers' name of the attention with prefixes
+Pairs = dict[int, tuple[Tensor, Tensor]]  # number of a block -> p_k and p_v, each (n, length, width)
 Prefixes = Mapping[nn.Module, tuple[Tensor, Tensor]]  # attention -> p_k and p_v, each (n, length, width)
 _prefixes: ContextVar[Prefixes] = ContextVar("prefixes", default=MappingProxyType({}))
 _lock = threading.Lock()
@@ -73,7 +74,7 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
 
 
 @contextmanager
-def prefixed(clip: nn.Module, prefixes: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
+def prefixed(clip: nn.Module, prefixes: Pairs) -> Iterator[None]:
     """Put p_k and p_v, each (n, length, width), before keys and values of these blocks while the block runs.
 
     Other threads and asyncio tasks that use the model are not affected.
@@ -157,10 +158,8 @@ class PromptStrategy(Strategy):
         """Return all prompts and keys: those of the tasks before and those of `begin`."""
         return {**old, **new}
 
-    def prefixes(
-        self, tensors: Mapping[str, Tensor], queries: Tensor, task: int | None
-    ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return block -> p_k and p_v, each (n, length, width), for queries, (n, d); `task` is set in training."""
+    def prefixes(self, tensors: Mapping[str, Tensor], queries: Tensor, task: int | None) -> Pairs:
+        """Return the prefixes for queries, (n, d); `task` is set in training."""
         raise NotImplementedError
 
     def term(self, tensors: Mapping[str, Tensor], queries: Tensor, task: int) -> Tensor:
@@ -230,8 +229,3 @@ class Draw:
     def uniform(self, *shape: int) -> Tensor:
         """Return numbers between 0 and `start`."""
         return self.start * torch.rand(shape, generator=self.generator).to(self.device)
-
-
-def expanded(prompts: Tensor, count: int) -> Tensor:
-    """Return the same prompts, (length, width), for `count` images, (count, length, width)."""
-    return prompts.expand(count, *prompts.shape)

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from dulbe_peft.encoders.encoding import Encoding, Unprojected, hooked, projection_of, vision_modules
 from dulbe_peft.encoders.loading import encoder_of, unit_image_embeds
 from dulbe_peft.papers.adapters import started
-from dulbe_peft.papers.first_session import FirstTaskOnly
+from dulbe_peft.papers.first_session import FirstTaskOnly, Start
 from dulbe_peft.papers.linear_head import head_start, linear_head
 from dulbe_peft.strategies.base import Memory, NewTask, Step
 from dulbe_peft.utils.processes import used_by_all
@@ -114,9 +114,7 @@ class Vis(FirstTaskOnly):
     def trained(self, tensors: Mapping[str, Tensor]) -> Encoding:
         return _Training(tensors)
 
-    def start(
-        self, task: NewTask, clip: Any, generator: torch.Generator
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def start(self, task: NewTask, clip: Any, generator: torch.Generator) -> Start:
         assert task.images is not None
         if not encoder_of(clip).cls_token:
             raise ValueError(f"the strategy 'vis' reads class tokens, and a {type(clip).__name__} has none")

@@ -210,12 +210,11 @@ class TaskTrainer:
             if chooses and self.sampled is None:
                 teacher, rows = self.teacher, self.sample
                 self.sampled = self.encode_rows("probe", rows) if teacher is None else teacher[rows]
+        seen = self.state.class_names
         if self.index and TEACHER in needs:
-            self.old_text = self._text(self.state.class_names)
+            self.old_text = self._text(seen)
         if chooses and self.encoder.has_names:
-            old = (
-                [self._text(self.state.class_names) if self.old_text is None else self.old_text] if self.index else []
-            )
+            old = [self._text(seen) if self.old_text is None else self.old_text] if self.index else []
             self.seen_text = torch.cat([*old, self._text(self.names)])
 
         def plan() -> tuple[Modes | None, dict[str, object]]:
