@@ -4,20 +4,17 @@ import base64
 import io
 import shutil
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from secrets import token_hex
-from typing import Any, cast
 
 from dulbe_peft.arguments import Query
 from dulbe_peft.classifiers.calibration import HARDLY
 from dulbe_peft.data.decoding import decode_image, header_of_file, open_image
 from dulbe_peft.data.images import named_images
-from dulbe_peft.data.names import NONE, class_key
+from dulbe_peft.data.names import NONE
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.photos.serving.changes import Changes
 from dulbe_peft.photos.serving.gallery import correct, listed
@@ -34,12 +31,6 @@ BROWSERS_SHOW = {"JPEG", "PNG", "WEBP", "GIF", "BMP"}
 
 class App(Changes):
     """Answers the requests of the page. Each change is saved in the folder `output`, if given, before the answer."""
-
-    def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
-        self.begun = token_hex(8)  # tells requests of a page that an earlier server sent
-        self.notes = self._differing()  # sentences for the person who starts the server
-        self.lock = threading.Lock()
 
     def undo(self, request: dict[str, object]) -> dict[str, object]:
         """Undo the last change. A page that has not seen it names another one as its `last`."""
@@ -177,12 +168,12 @@ class App(Changes):
 
     def label(self, request: dict[str, object]) -> dict[str, object]:
         """Label a photograph of the folder. After every few labels, the learner learns them."""
-        labelling, name, photo = self.photographs(), self.class_of(request), cast(int, request.get("photo"))
+        labelling, name = self.photographs(), self.class_of(request)
         if request.get("ask") and (question := self.question(name)):
             return self.facts() | {"ask": question}
         self.table.check()
         with self.kept():
-            labelling.add_label(photo, name)
+            photo = labelling.add_label(request.get("photo"), name)
             self.remember(f"the label {name}", None, photo, name)
             self.table.write()
             self.learn_if_enough()
@@ -219,27 +210,13 @@ class App(Changes):
 
     def none(self, request: dict[str, object]) -> dict[str, object]:
         """Record that a photograph belongs to no class, so that it is not shown again."""
-        photo = cast(int, request.get("photo"))  # `dismiss` checks it
         self.table.check()
         with self.kept():
-            self.photographs().dismiss(photo)
+            photo = self.photographs().dismiss(request.get("photo"))
             self.remember(NONE, None, photo, "")
             self.table.write()
         self.trim()
         return self.facts() | {"said": NONE}
-
-    def _differing(self) -> list[str]:
-        """Return a sentence on labels in the table that were edited after their photographs had been learned."""
-        learned = self.learner.state.known.class_of()
-        found = [
-            f"{label.path}, learned as {learned[key]!r}, is {label.name or NONE!r}"
-            for key, label in self.table.labels.items()
-            if key in learned and class_key(label.name) != class_key(learned[key])
-        ]
-        if not found:
-            return []
-        what = f"in {self.table.file}, {counted(len(found), 'label')} not used: {found[0]}"
-        return [f"{what}; correct the photographs in the list on the page"]
 
     def download(self) -> bytes:
         """Return the folder that `save_pretrained` writes, as a zip archive."""

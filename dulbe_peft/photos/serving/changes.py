@@ -1,20 +1,23 @@
 """The changes that are made on the page: each is saved before the answer, and can be undone."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
-from dulbe_peft.data.names import NONE
+from dulbe_peft.data.names import NONE, class_key
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.photos.serving.label_table import LABELS_FILE, Label, LabelTable
 from dulbe_peft.photos.serving.labelling import FEW, Labelling
 from dulbe_peft.streams.progress import renamed_classes
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.folders import MANIFEST, CheckpointError
+from dulbe_peft.utils.terminal import counted
 
 MOST_UNDOS = 20  # states that undo can return to; each of them keeps the classifiers in memory
 
@@ -66,6 +69,22 @@ class Changes:
                     self.remember(f"the label {label.name}" if label.name else NONE, None, places[key], label.name)
         if self.output is not None and self.labelling is not None and not Path(self.output).exists():
             self.save()  # the table of labels needs a place from the first label on
+        self.begun = token_hex(8)  # tells requests of a page that an earlier server sent
+        self.notes = self._differing()  # sentences for the person who starts the server
+        self.lock = threading.Lock()
+
+    def _differing(self) -> list[str]:
+        """Return a sentence on labels in the table that were edited after their photographs had been learned."""
+        learned = self.learner.state.known.class_of()
+        found = [
+            f"{label.path}, learned as {learned[key]!r}, is {label.name or NONE!r}"
+            for key, label in self.table.labels.items()
+            if key in learned and class_key(label.name) != class_key(learned[key])
+        ]
+        if not found:
+            return []
+        what = f"in {self.table.file}, {counted(len(found), 'label')} not used: {found[0]}"
+        return [f"{what}; correct the photographs in the list on the page"]
 
     @property
     def waiting(self) -> list[int]:

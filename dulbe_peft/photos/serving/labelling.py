@@ -121,9 +121,9 @@ class Labelling:
             self._best = key, (answers.names, shares, labels)
         return self._best[1]
 
-    def add_label(self, place: Any, name: str) -> None:
-        """Label a photograph. After an error, it is still the photograph to label."""
-        self._check(place, unchanged=True)
+    def add_label(self, photo: object, name: str) -> int:
+        """Label a photograph, and return its number. After an error, it is still the photograph to label."""
+        place = self._checked(photo, unchanged=True)
         learned = self.learner.state.known.class_of().get(self.content[place])
         if learned is not None:
             raise ValueError(
@@ -131,19 +131,21 @@ class Labelling:
             )
         self.left.remove(place)
         self.note(self.content[place], name)
+        return place
 
-    def skip(self, place: Any) -> None:
+    def skip(self, photo: object) -> None:
         """Move a photograph to the end."""
-        self._check(place)
+        place = self._checked(photo)
         self.left.remove(place)
         self.left.append(place)
         self.skipped = [*(other for other in self.skipped if other != place), place]
 
-    def dismiss(self, place: Any) -> None:
-        """Record that a photograph belongs to no class. It is not shown again, and its label in the table is empty."""
-        self._check(place, unchanged=True)
+    def dismiss(self, photo: object) -> int:
+        """Give a photograph the empty label of no class, so that it is not shown again, and return its number."""
+        place = self._checked(photo, unchanged=True)
         self.left.remove(place)
         self.note(self.content[place], "")
+        return place
 
     def path(self, key: bytes) -> str:
         """Return the absolute path of a photograph of the folder, or else the one that the table has."""
@@ -156,12 +158,13 @@ class Labelling:
         self.table.labels.pop(key, None)  # so that the table is in the order of the labels
         self.table.labels[key] = label
 
-    def _check(self, place: object, unchanged: bool = False) -> None:
+    def _checked(self, place: object, unchanged: bool = False) -> int:
         if type(place) is not int or place not in self.left:  # True and 1.0 are equal to 1
             raise ValueError(f"photograph {place!r} is no longer to be labelled: reload the page")
         if unchanged and self.lost([place]):  # the page may have shown another photograph under this name
             name = self.images.item_name(place)
             raise ValueError(f"{name} was changed, moved or deleted since the server was started: skip it")
+        return place
 
     def learn(self, places: list[int]) -> None:
         """Teach the learner the labels of some photographs. Classes that are new to it become one further task."""
