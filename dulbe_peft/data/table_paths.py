@@ -89,11 +89,8 @@ def _files_meant(missing: list[str], files: Sequence[str], most: bool) -> dict[s
             for path in [path for path in missing if path not in meant]:
                 end = "/".join(path.split("/")[start:])
                 stem = spelled(f"/{os.path.splitext(end)[0] if end.lower().endswith(image_suffixes()) else end}")
-                matches = [
-                    file
-                    for file in by_name.get(spelled(os.path.basename(end)), [])
-                    if spelled(f"/{file}").rpartition(".")[0].endswith(stem)
-                ]
+                alike = by_name.get(spelled(os.path.basename(end)), [])
+                matches = [file for file in alike if spelled(f"/{file}").rpartition(".")[0].endswith(stem)]
                 if len(matches) == 1:
                     meant[path] = matches[0], how if start == 0 else "by the end of the path"
     return meant

@@ -44,11 +44,8 @@ class ImageTowerFacts:
             self._written, self._digest = written, tensors_digest(weights)
         config = getattr(clip.config, "vision_config", clip.config).to_diff_dict()
         layers = {name: value for name, value in config.items() if name not in _NO_LAYERS and name[0] != "_"}
-        return {
-            "weights": self._digest,
-            "layers": _sha256(layers),
-            "image_processor": _sha256(processor.image_processor.to_dict()),
-        }
+        image_processor = _sha256(processor.image_processor.to_dict())
+        return {"weights": self._digest, "layers": _sha256(layers), "image_processor": image_processor}
 
 
 def _base_name(name: str) -> str:

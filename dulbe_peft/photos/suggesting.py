@@ -87,11 +87,8 @@ def new_photographs(
         notes = ["learned photographs have groups: give --group as for them, so that each item is suggested once"]
     elif images.groups is not None:
         learned = known.class_of()
-        labelled |= {
-            number
-            for number, content in zip(images.groups.tolist(), images.contents(), strict=True)
-            if content in learned
-        }
+        pairs = zip(images.groups.tolist(), images.contents(), strict=True)
+        labelled |= {number for number, content in pairs if content in learned}
     if learned_too:
         rows = rows + _different(images, repeated.pop("learned before", []))
     lines = [f"left out: {counted(len(which), 'photograph')} {reason}" for reason, which in repeated.items()]

@@ -276,11 +276,8 @@ def _reliability(trial: Trial | None, unit: str = "image") -> list[str]:
 
 def _tiny(parts: Parts, pictures: Pictures) -> list[list[str]]:
     """Return the rows of the table about small images, or none if most images are small and probably meant to be."""
-    tiny = [
-        [split, parts[split].item_name(index), "tiny", "{} x {}".format(*size)]
-        for (split, index), (_, _, size) in pictures.items()
-        if min(size) < SMALL
-    ]
+    small = [(place, size) for place, (_, _, size) in pictures.items() if min(size) < SMALL]
+    tiny = [[split, parts[split].item_name(at), "tiny", "{} x {}".format(*size)] for (split, at), size in small]
     return tiny if 2 * len(tiny) <= len(pictures) else []
 
 

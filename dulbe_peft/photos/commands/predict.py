@@ -262,9 +262,8 @@ def _predictions(learner: ClassIncrementalLearner, images: LabelledImages, query
     from dulbe_peft.encoders.pixels import reading_threads
 
     index_of = {images.item_name(index): index for index in range(len(images))}
-    readers = (
-        reading_threads(learner.encoder.device) if learner.args.num_workers == "auto" else learner.args.num_workers
-    )
+    workers = learner.args.num_workers
+    readers = reading_threads(learner.encoder.device) if workers == "auto" else workers
     names, most = list(index_of), learner.args.eval_batch_size * max(1, readers)
     # The parts have about the same size, because the features of a last part of a few images would not be stored.
     size = -(-len(names) // -(-len(names) // most))

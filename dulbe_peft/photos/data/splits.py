@@ -205,10 +205,7 @@ def _draws(images: LabelledImages, seed: int, purpose: str) -> np.ndarray:
     """Return a number in [0, 1) for each image, (n,), computed from the seed, the purpose and the image's content."""
     if not images.class_names:
         raise ValueError("the dataset has no class names; give it an attribute class_names, a sequence of strings")
-    keys = (
-        images.contents()
-        if images.groups is None or purpose == "draw"
-        else [str(group).encode() for group in images.groups]
-    )
+    groups = None if purpose == "draw" else images.groups
+    keys = images.contents() if groups is None else [str(group).encode() for group in groups]
     digests = (hashlib.sha256(f"{seed} {purpose}\0".encode() + (key or b"")) for key in keys)
     return np.array([int.from_bytes(digest.digest()[:8], "little") / 2**64 for digest in digests])

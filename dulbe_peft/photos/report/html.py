@@ -19,12 +19,8 @@ def write_page(path: Path, template: str, content: dict[str, object], *folders: 
     from dulbe_peft.utils.templates import environment
 
     pages = environment(*folders, PAGES)
-    pages.filters |= {
-        "percent": percent,
-        "count": "{:,}".format,
-        "basename": os.path.basename,
-        "dirname": os.path.dirname,
-    }
+    pages.filters |= {"percent": percent, "count": "{:,}".format}
+    pages.filters |= {"basename": os.path.basename, "dirname": os.path.dirname}
     pages.globals |= {"cells": cells, "filled": filled, "columns": tuple_columns}
     page = with_contents(pages.get_template(template).render(content))
     with output_file(path, errors="backslashreplace") as file:  # file names need not be UTF-8

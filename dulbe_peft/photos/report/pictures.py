@@ -145,11 +145,8 @@ def write_examples(
     """
     neighbours = neighbours or Neighbours()
     items = divided(predictions, _item)
-    index: dict[str, Any] = {
-        "left_out": [*map(_escaped, left_out)],
-        "copies": [copy.model_dump() for copy in neighbours.copies],
-    }
-    index["task_names"] = list(task_names)
+    copies = [copy.model_dump() for copy in neighbours.copies]
+    index: dict[str, Any] = {"left_out": [*map(_escaped, left_out)], "copies": copies, "task_names": [*task_names]}
     pictures: dict[str, bytes] = {}
     opened = [None if test is None else labelled_images(test) for test in tests]
 

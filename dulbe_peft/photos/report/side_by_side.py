@@ -70,12 +70,8 @@ def format_summary(results: Results | Mapping[str, object]) -> str:
 
 def run_rows(runs: Sequence[RunFolder]) -> list[RunRow]:
     """Return the rows of the table of several runs. Runs without test data have no rows."""
-    return [
-        RunRow(run.name, run.strategy, method, block)
-        for run in runs
-        if run.tested
-        for method, block in run.results.rows
-    ]
+    tested = [run for run in runs if run.tested]
+    return [RunRow(run.name, run.strategy, method, block) for run in tested for method, block in run.results.rows]
 
 
 def best_rows(rows: Sequence[RunRow]) -> list[RunRow]:

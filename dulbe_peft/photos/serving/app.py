@@ -16,6 +16,7 @@ from dulbe_peft.data.decoding import decode_image, header_of_file, open_image
 from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import NONE
 from dulbe_peft.data.unlabelled import unlabelled_images
+from dulbe_peft.photos.report.html import jpeg_address
 from dulbe_peft.photos.serving.changes import Changes
 from dulbe_peft.photos.serving.gallery import correct, listed
 from dulbe_peft.photos.serving.labelling import jpeg, known_spelling
@@ -77,7 +78,7 @@ class App(Changes):
             "best": best,
             "known": bool(prediction.known),
             "learned": self.learner.state.known.class_of().get(content or b""),
-            "picture": None if shown else f"data:image/jpeg;base64,{base64.b64encode(jpeg(image)).decode()}",
+            "picture": None if shown else jpeg_address(jpeg(image)),
         }
 
     def teach(self, request: dict[str, object]) -> dict[str, object]:

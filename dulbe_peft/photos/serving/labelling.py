@@ -91,8 +91,8 @@ class Labelling:
             groups = self.images.groups[places]
             labelled |= set(self.images.groups[[*self.labels, *self.none]].tolist())
         rows, classifier = self.features[places], self.learner.classifier
-        given: dict[str, Any] = {"groups": groups, "labelled": labelled, "only": self.only()}
-        ranked = suggestions(rows, NEXT, classifier, **given) if places else []
+        only = self.only()
+        ranked = suggestions(rows, NEXT, classifier, 0, groups, labelled, only) if places else []
         self.reasons = {places[suggestion.row]: suggestion.reason for suggestion in ranked}
         skipped = [place for place in self.skipped if place in self.left]
         self.left = list(dict.fromkeys([*self.reasons, *places, *skipped]))
