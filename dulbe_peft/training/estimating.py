@@ -19,7 +19,7 @@ correction is made.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -65,16 +65,17 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
     classes without stored features are not part of the estimate. If the model was trained on the images or learned
     several views of them, there is no estimate, because it would be too optimistic.
     """
-    now = Estimates(tasks=len(state.tasks), updates=len(state.updates), **misnamed(state))
+    now = Estimates(tasks=len(state.tasks), updates=len(state.updates))
+    if bayes := next((each for each in state.classifiers.values() if isinstance(each, BayesClassifier)), None):
+        now = now.model_copy(update={"misnamed": tuple(bayes.misnamed), "exchanged": tuple(bayes.exchanged)})
     if state.trained or any(views > 1 for _, views in state.known.ways):
         return now
-    learned, place = state.known.learned, {name: row for row, name in enumerate(state.class_names)}
-    group_of, chosen = state.known.groups, by_content(learned, state.known.groups)
-    owner = {content: place[name] for content, name in chosen.items() if name in place}
+    known, place = state.known, {name: row for row, name in enumerate(state.class_names)}
+    group_of, owner = known.groups, _rows_of(by_content(known.learned, known.groups), place)
     features = {content: row for content, row in fresh.items() if content in owner}
     stored = encoder.stored([content for content in owner if content not in features])
     features |= {content: torch.from_numpy(np.array(row)).to(encoder.device) for content, row in stored.items()}
-    alike = not group_of and many_alike(fresh or features, owner_of(state))
+    alike = not group_of and many_alike(fresh or features, _rows_of(known.class_of(), place))
     now = now.model_copy(update={"alike": alike})
     if not features or len(place) < 2:
         return now
@@ -84,20 +85,21 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
     if group_of:
         own = {content: group_of.get(content, -1 - number) for number, content in enumerate(features)}
         groups = check_groups([own[content] for content in features], len(rows))
-    several = state_counts(state).to(labels)[labels] > together(labels, groups)
+    counts = torch.tensor([len(known.learned.get(name, ())) for name in place])
+    several = counts.to(labels)[labels] > together(labels, groups)
     rows, labels, groups = rows[several], labels[several], None if groups is None else groups.to(labels)[several]
     if not len(rows):
         return now
     left = {name: scores_left_out(each, rows, labels, groups) for name, each in state.classifiers.items()}
     classes = tuple(state.class_names[label] for label in labels.unique().tolist())
-    known = {name: share_of(scores) for name, scores in left.items() if scores is not None}
+    shares = {name: share_of(scores) for name, scores in left.items() if scores is not None}
     if (wrong := surely_wrong(state.classifiers.values())) is not None:
-        known = {name: corrected(share, wrong, len(place)) for name, share in known.items()}
+        shares = {name: corrected(share, wrong, len(place)) for name, share in shares.items()}
     few = few_items(labels, groups)
     items = 0 if groups is None else len(groups.unique())
     facts = {"images": len(rows), "items": items, "few_items": few, "wrong": wrong}
     facts["doubted"] = None if few else doubted(state.classifiers, left)
-    return now.model_copy(update=facts | {"classes": classes, "shares": known})
+    return now.model_copy(update=facts | {"classes": classes, "shares": shares})
 
 
 def doubted(classifiers: Mapping[str, Classifier], left: Mapping[str, Scores | None]) -> Shares | None:
@@ -148,15 +150,8 @@ def corrected(
     return middle, min(low, middle), max(high, middle)
 
 
-def state_counts(state: LearnerState) -> Tensor:
-    """Return the number of learned images of each class, (C,)."""
-    return torch.tensor([len(state.known.learned.get(name, ())) for name in state.class_names])
-
-
-def owner_of(state: LearnerState) -> dict[bytes, int]:
-    """Return the class of each learned content."""
-    place = {name: row for row, name in enumerate(state.class_names)}
-    return {content: place[name] for content, name in state.known.class_of().items() if name in place}
+def _rows_of(class_of: Mapping[bytes, str], place: Mapping[str, int]) -> dict[bytes, int]:
+    return {content: place[name] for content, name in class_of.items() if name in place}
 
 
 def many_alike(features: Mapping[bytes, Tensor], owner: Mapping[bytes, int]) -> bool:
@@ -166,12 +161,6 @@ def many_alike(features: Mapping[bytes, Tensor], owner: Mapping[bytes, int]) -> 
         return False
     rows = torch.stack([features[content] for content in known]).float()
     return share_alike(rows, torch.tensor([owner[content] for content in known], device=rows.device)) > MANY_ALIKE
-
-
-def misnamed(state: LearnerState) -> dict[str, Any]:
-    """Return `misnamed` and `exchanged` classes by the first classifier that can tell."""
-    found = next((each for each in state.classifiers.values() if isinstance(each, BayesClassifier)), None)
-    return {} if found is None else {"misnamed": tuple(found.misnamed), "exchanged": tuple(found.exchanged)}
 
 
 def left_out_share(

@@ -281,17 +281,13 @@ class LearnerState:
         encoding = self.encoding
         return loading.has_text(self.base) and (encoding is None or encoding.names)
 
-    @property
-    def _changes_encoding(self) -> str:
-        asked = encoding_of(self.args) is not None
-        return f"features={self.args.features!r}" if asked else f"the strategy {self.strategy.name!r}"
-
     def check_plain(self, what: str) -> None:
         """Raise a `ValueError` that begins with `what` if the strategy changes how each image is encoded."""
         if self.encoding is not None:
+            asked = encoding_of(self.args) is not None
+            by = f"features={self.args.features!r}" if asked else f"the strategy {self.strategy.name!r}"
             raise ValueError(
-                f"{what}: {self._changes_encoding} changes how each image is encoded, which the weights of a model "
-                "cannot hold"
+                f"{what}: {by} changes how each image is encoded, which the weights of a model cannot hold"
             )
 
     @property
