@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import torch
@@ -150,51 +149,49 @@ def judged(
     if sums is None or len(sums.counts) < 2:
         return before
     images, labels = images.to(sums.means), labels.to(sums.means.device)
+    groups = None if groups is None else groups.to(labels)
     several = bool((sums.counts[labels] > together(labels, groups)).any())
     counts = sums.counts if several else sums.counts + len(labels)  # then any image is taken, since none is left out
     left = choose(images, labels, groups, counts)
-    rows, row_labels, row_groups = left.rows, left.labels, left.groups
     # If only some images are judged, fewer parts suffice to leave out at most a tenth of all images at a time.
-    number = max(LEAST_PARTS, -(-PARTS * len(row_labels) // len(labels)))
-    out = in_parts(row_labels, row_groups, min(number, len(row_labels)), counts)
-    rows, row_labels, row_groups, out = _rows(out >= 0, rows, row_labels, row_groups, out)
-    parts = parted(row_labels, len(sums.counts))
-    classes, number = len(row_labels.unique()), int(parts.max()) + 1
-    missed = parts[row_labels] < -(-MOST_CLASSES * number // classes)  # images that are judged without their class
+    number = max(LEAST_PARTS, -(-PARTS * len(left.rows) // len(labels)))
+    out = in_parts(left.labels, left.groups, min(number, len(left.rows)), counts)
+    left, out = Left.of(left.rows[out >= 0], labels, groups), out[out >= 0]
+    parts = parted(left.labels, len(sums.counts))
+    classes, number = len(left.labels.unique()), int(parts.max()) + 1
+    missed = parts[left.labels] < -(-MOST_CLASSES * number // classes)  # images that are judged without their class
     if not several:
-        rows, row_labels, row_groups, out, missed = _rows(missed, rows, row_labels, row_groups, out, missed)
-    chosen = images[rows]
+        left, out, missed = Left.of(left.rows[missed], labels, groups), out[missed], missed[missed]
+    chosen, own = images[left.rows], left.labels
 
-    def evidences() -> tuple[Tensor, Tensor | None]:
-        unknown = classes_out(sums, images, labels, chosen[missed], row_labels[missed], parts)
-        return unknown, images_out(sums, chosen, row_labels, out) if several else None
+    def evidences() -> Evidences:
+        unknown = classes_out(sums, images, labels, chosen[missed], own[missed], parts)
+        return unknown, images_out(sums, chosen, own, out) if several else None
 
     try:
-        unknown, known = _shared(evidences, [*_tensors(sums), images, labels, chosen, row_labels, out])
+        unknown, known = _shared(evidences, [*_tensors(sums), images, labels, chosen, own, out])
     except torch.linalg.LinAlgError:  # with views or mapped features, the sums do not contain these images exactly
         return before
-    texts, shares = by_text(chosen, sums), class_shares(row_labels, labels)
-    scores = None
+    texts, shares, scores = by_text(chosen, sums), class_shares(own, labels), None
     if several:
-        same = known_scores is not None and torch.equal(known_scores.rows, rows)
-        scores = known_scores.scores if known_scores and same else rule.left_out(state, chosen, row_labels, row_groups)
+        same = known_scores is not None and torch.equal(known_scores.rows, left.rows)
+        scores = known_scores.scores if known_scores and same else rule.left_out(state, chosen, own, left.groups)
     # An image whose class is left out can be near to fewer classes. For a fair comparison, the same number of other
     # classes is left out when the image's own class stays.
-    place = parts[row_labels][:, None]
+    place = parts[own][:, None]
     here = parts == place
     other = parts == (place + 1) % number if number > 1 else here.roll(1, dims=1)
     if known is None:
         known = unknown - unknown.std(correction=0) / 2
-    nothing = torch.zeros(len(row_labels), 1).to(unknown)  # the same odds for all images, so that they get no weight
+    nothing = torch.zeros(len(own), 1).to(unknown)  # the same odds for all images, so that they get no weight
     logits = nothing if scores is None else scores.to(unknown) / temperature
 
-    def of(rows: Tensor, evidence: Tensor, gone: Tensor) -> Tensor:
+    def side(rows: Tensor, evidence: Tensor, gone: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         kept = logits[rows] if scores is None else without(logits[rows], gone[rows])
-        return signs(evidence, kept, None if texts is None else without(texts[rows], gone[rows]))
+        found = signs(evidence, kept, None if texts is None else without(texts[rows], gone[rows]))
+        return found, shares[rows], own[rows], None if left.groups is None else left.groups[rows]
 
-    each = torch.ones_like(missed), missed
-    sides = zip(each, (known, unknown), (other, here), strict=True)
-    both = [(of(*side), shares[side[0]], row_labels[side[0]], *_rows(side[0], row_groups)) for side in sides]
+    both = [side(torch.ones_like(missed), known, other), side(missed, unknown, here)]
     return (*before, recorded(before, both, len(chosen), classes, several))[-KEPT:]
 
 
@@ -251,11 +248,6 @@ def area_by_classes(known: Side, unknown: Side) -> tuple[float, float]:
     by_class.index_add_(0, labels, of_seen * (of_new @ wins - area))
     by_class.index_add_(0, other, of_new * (wins @ of_seen - area))
     return min(1.0, area), len(labels.unique()) ** 2 * float(by_class.square().sum())
-
-
-def _rows(chosen: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """Return the chosen rows of each tensor, (n, ...)."""
-    return tuple(tensor if tensor is None else tensor[chosen] for tensor in tensors)
 
 
 @contextmanager
