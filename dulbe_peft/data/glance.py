@@ -86,10 +86,10 @@ def glance_at(header: Header, image: Image.Image) -> Glance:
     return Glance(header, grey.resize((SIDE, SIDE), Image.Resampling.BOX).tobytes(), as_jpeg(picture))
 
 
-def as_jpeg(picture: Image.Image) -> bytes:
-    """Return the bytes of a small JPEG file."""
+def as_jpeg(picture: Image.Image, quality: int = 80) -> bytes:
+    """Return the bytes of a JPEG file."""
     packed = io.BytesIO()
-    picture.save(packed, "JPEG", quality=80)
+    picture.save(packed, "JPEG", quality=quality)
     return packed.getvalue()
 
 

@@ -1,6 +1,5 @@
 """Show photographs to label, the most useful first, and learn the labels, a few at a time."""
 
-import io
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -11,6 +10,7 @@ import numpy as np
 
 from dulbe_peft.arguments import Query
 from dulbe_peft.data.decoding import Source, decode_image
+from dulbe_peft.data.glance import as_jpeg
 from dulbe_peft.data.names import check_class_names, class_key
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.prediction import Answers
@@ -192,7 +192,6 @@ def known_spelling(name: str, known: Iterable[str]) -> str:
 
 def jpeg(file: Source) -> bytes:
     """Return an image as JPEG for the page: upright, and at most 1024 pixels wide and high."""
-    image, packed = decode_image(file).copy(), io.BytesIO()
+    image = decode_image(file).copy()
     image.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
-    image.save(packed, "JPEG", quality=85)
-    return packed.getvalue()
+    return as_jpeg(image, 85)
