@@ -24,7 +24,10 @@ from sklearn.datasets import load_sample_images
 from threadpoolctl import threadpool_limits
 
 import dulbe_peft
+from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.utils.folders import json_sha256
 from research.benchmarks.models import SIZES
+from research.comparison.cells import model_fingerprint
 
 RESULTS = Path(__file__).parent / "results"
 Times = dict[str, dict[str, list[float]]]
@@ -153,6 +156,32 @@ def write(name: str, values: argparse.Namespace, argv: Sequence[str] | None, row
     path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     for line in rows:
         print(json.dumps(line, ensure_ascii=False))
+
+
+def measured_before(path: Path, origin: Callable[[dict[str, Any]], str | None]) -> list[dict[str, Any]]:
+    """Return the rows of a file that is continued, or none if there is no file.
+
+    `origin` returns the digest of the model and images with which a row would be measured now; None if they are not
+    here.
+
+    Raises:
+        ValueError: If a row was measured with others.
+    """
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    for row in rows:
+        if (now := origin(row)) not in (None, row.get("origin")):
+            raise ValueError(
+                f"{path} has the row {row['what']!r} of another model or other images (origin {row.get('origin')!r}, "
+                f"now {now!r}): give their folders, or another --out"
+            )
+    return list(rows)
+
+
+def origin_of(model: str | Path, *images: LabelledImages) -> str:
+    """Return a digest of a model's files and of images, to be kept in rows."""
+    return json_sha256({"model": model_fingerprint(str(model)), "images": [each.fingerprint() for each in images]})[
+        :12
+    ]
 
 
 def _without(arguments: Sequence[str], flag: str) -> list[str]:

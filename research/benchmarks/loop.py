@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results: dict[tuple[str, float], list[Any]] = {}
     names: list[Sequence[str]] = []
     sizes = {}
-    folder = tempfile.mkdtemp()
+    folder, here = tempfile.mkdtemp(), origin(values)
     for seed in range(values.repeats):
         tasks, held_back = stream(values, seed)
         names.append([name for task in tasks for name in task.class_names])
@@ -162,8 +162,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             for rate in [0.0] if side == FROZEN else values.rates[:1] if values.quick else values.rates:
                 cell = Path(values.cells or folder) / f"{side}-{rate:g}-{seed}.pt"
                 if not cell.is_file():
-                    torch.save(learn(values, side, rate, seed, tasks, held_back), cell)
-                answers, kept, sizes[side] = torch.load(cell, weights_only=False)
+                    torch.save((here, learn(values, side, rate, seed, tasks, held_back)), cell)
+                before, done = torch.load(cell, weights_only=False)
+                if before != here:
+                    raise ValueError(f"{cell} is of another run, {before}, now it is {here}: use other --cells")
+                answers, kept, sizes[side] = done
                 results.setdefault((side, rate), []).append((answers, kept))
                 last = {head: round(float(answers[head][-1].right.double().mean()), 4) for head in HEADS}
                 print(f"{side}, rate {rate:g}, seed {seed}: {last}", flush=True)
@@ -171,6 +174,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for head in HEADS:
         rows += compared(head, results, names)
     common.write("loop", values, argv, rows)
+
+
+def origin(values: Any) -> dict[str, Any]:
+    """Return what a finished run depends on besides its method, rate and seed."""
+    names = ("increment", "images", "held_back", "tests", "epochs", "support_rank", "quick")
+    data = (load_data(values.data, split) for split in ("train", "test"))
+    return {"origin": common.origin_of(values.clip, *data)} | {name: getattr(values, name) for name in names}
 
 
 def stream(values: Any, seed: int) -> tuple[list[Task], list[LabelledImages]]:

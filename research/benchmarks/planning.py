@@ -6,12 +6,12 @@ two tasks of 292. `never_learned` is the accuracy by names on other classes, as 
 also describes the folders. `captured` is the share of |G|^2 inside the planned bases, where G is the gradient of all
 images of a task: the mean over tasks and layers, measured with the first seed.
 
-Measured rows of the output are kept, so the command can be stopped and repeated.
+Measured rows of the output are kept, so the command can be stopped and repeated; rows of another model or other images
+are refused.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -29,7 +29,7 @@ from dulbe_peft.encoders.loading import load_dual_encoder
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.task_trainer import TaskTrainer
 from research.benchmarks import common
-from research.benchmarks.shares import by_names, split
+from research.benchmarks.shares import by_names, origin, split
 
 COUNTS: tuple[int | str, ...] = ("all", 256, 128, 64)
 CLASSIFIERS = ("text", "bayes", "pooled_bridge")
@@ -46,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if values.quick:
         values.streams, values.images = ["digits"], ["64"]
     out = values.out or common.RESULTS / "planning.json"
-    rows = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
+    rows = common.measured_before(out, lambda row: origin(values.data, values.models, row["stream"]))
     done = {(row["stream"], row["planning_images"], row["seed"]) for row in rows}
     for seed, stream, count in product(range(values.repeats), values.streams, values.images):
-        if (stream, count, seed) not in done and (stream == "digits" or (values.data / stream).exists()):
-            rows.append(measured(values, stream, count, seed))
+        if (stream, count, seed) not in done and (here := origin(values.data, values.models, stream)) is not None:
+            rows.append(measured(values, stream, count, seed) | {"origin": here})
             common.write("planning", values, argv, rows)
 
 

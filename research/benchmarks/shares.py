@@ -8,14 +8,15 @@ last two digits among all ten.
 
 The models are the demo's and the folders glyph-clip and small-clip in `--models`; the images are the folders
 handwriting, printed and photographs in `--data`. A stream without its folder is left out. Measured rows of the output
-are kept, so the command can be stopped and repeated. Delete the rows that a changed rule makes wrong.
+are kept, so the command can be stopped and repeated; rows of another model or other images are refused. Delete the
+rows that a changed rule makes wrong.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -63,19 +64,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     if values.quick:
         values.streams, values.shares = [DIGITS], ["a quarter of each task"]
     out = values.out or common.RESULTS / "shares.json"
-    rows = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
+    rows = common.measured_before(out, lambda row: origin(values.data, values.models, row["stream"]))
     done = {(row["stream"], row["share"], row["seed"]) for row in rows}
     for seed, stream, share in product(range(values.repeats), values.streams, values.shares):
-        if (stream, share, seed) not in done and (needed(values, stream) is None or needed(values, stream).exists()):
-            rows.append(measured(values, stream, share, seed))
+        if (stream, share, seed) not in done and (here := origin(values.data, values.models, stream)) is not None:
+            rows.append(measured(values, stream, share, seed) | {"origin": here})
             common.write("shares", values, argv, rows)
 
 
-def needed(values: Any, stream: str) -> Any:
-    """Return the folder of images without which a stream cannot be measured; None if it needs none."""
+@cache
+def origin(data: Path, models: Path, stream: str) -> str | None:
+    """Return `common.origin_of` of a stream's model and images; None if its folder of images is not here."""
     if stream in (DIGITS, CAMERA):
+        return common.origin_of("demo", load_digit_images("train"))
+    photographs = stream.startswith("photographs")
+    names = ("photographs",) if photographs else ("handwriting", "printed")
+    if not (data / names[0]).exists():
         return None
-    return values.data / ("photographs" if stream in (PHOTOGRAPHS, FEW) else "handwriting")
+    model = models / ("small-clip" if photographs else "glyph-clip")
+    return common.origin_of(model, *(load_data(data / name, "train") for name in names))
 
 
 def measured(values: Any, stream: str, share: str, seed: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from failing_files import edited
 from PIL import Image
 from reference import randn
 from torch.nn import functional as F
@@ -345,6 +346,48 @@ def test_refused_prediction_sets_are_no_figure(tmp_path):
     _, refused, held = evidence.untidy(tmp_path, "lda")
     assert refused[0] == "s, few:3, 8" and refused[3] == "refused" and held[0] == "s, 8" and float(held[3]) > 80
     assert evidence.measured_lines(tmp_path, "lda", "covered", "", "", "untidy").keys() == {("s", "8")}
+
+
+@pytest.mark.parametrize("name", ["shares", "planning"])
+def test_continued_file_is_of_one_model_and_the_same_images(tmp_path, monkeypatch, name):
+    """Rows are kept by their stream and seed, which say nothing of the folders that --models and --data name."""
+    module, key, runs = MODULES[name], {"shares": "share", "planning": "planning_images"}[name], []
+
+    def measured(values, stream, setting, seed):
+        runs.append(stream)
+        return {"what": "w", "value": 1.0, "stream": stream, key: setting, "seed": seed}
+
+    monkeypatch.setattr(module, "measured", measured)
+    command = ["--data", str(tmp_path), "--out", str(tmp_path / "out.json"), "--repeats", "1", "--streams", "digits"]
+    for _ in range(2):  # the second time, all rows are there
+        module.main(command)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert len(runs) == len(rows) > 3 and {row["origin"] for row in rows} == {shares_origin("digits")}
+    edited(tmp_path / "out.json", "rows", [{**row, "origin": "another"} for row in rows])
+    with pytest.raises(ValueError, match="of another model or other images .origin 'another', now"):
+        module.main(command)
+    stored = json.loads((common.RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    origins = {(row["stream"], row["origin"]) for row in stored}
+    assert len(origins) == len({stream for stream, _ in origins}), "one for each stream"
+    assert ("digits", shares_origin("digits")) in origins
+
+
+def shares_origin(stream):
+    return MODULES["shares"].origin(Path("data"), Path("models"), stream)
+
+
+def test_finished_runs_of_the_loop_are_of_its_settings(tmp_path, monkeypatch):
+    loop, learned = MODULES["loop"], []
+    monkeypatch.setattr(loop, "learn", lambda *given: learned.append(given[1]) or ({}, {}, 1))
+    monkeypatch.setattr(loop, "HEADS", ())
+    monkeypatch.setattr(common, "write", lambda *given: None)
+    command = ["--cells", str(tmp_path), "--repeats", "1", "--rates", "0.001"]
+    for _ in range(2):
+        loop.main(command)
+    assert len(learned) == 3, "each side once"
+    for more in (["--epochs", "2"], ["--images", "30"]):
+        with pytest.raises(ValueError, match="is of another run, .* use other --cells"):
+            loop.main([*command, *more])
 
 
 def test_held_back_images_must_leave_enough_to_learn():
