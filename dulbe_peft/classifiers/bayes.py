@@ -140,23 +140,20 @@ class BayesRule(ClassSums):
         return RHOS if self.rho == "auto" else (float(self.rho),)
 
     def tensors(self) -> dict[str, Layout]:
-        shape = len(self.numbers), len(self.kappas), len(self.rhos), len(TEMPERATURES), len(WRONG)
-        tables = {"losses": shape, "judged": (2,)}
-        return (
-            {"text_embeds": per_class(self.text_dim or self.embed_dim, unit=True, may_be_zero=True)}
-            | super().tensors()
-            | {name: shared(*sizes, dtype=torch.float64, adds=True) for name, sizes in tables.items()}
-            | {"by_text": per_class(len(OMEGAS), len(SCALES), len(WRONG), dtype=torch.float64, adds=True)}
-            | {"shown": per_class(dtype=torch.int64, adds=True)}
-            | {"set_aside": per_class(self.text_dim or self.embed_dim)}
-        )
+        sizes = len(self.numbers), len(self.kappas), len(self.rhos), len(TEMPERATURES), len(WRONG)
+        return {
+            "text_embeds": per_class(self.text_dim or self.embed_dim, unit=True, may_be_zero=True),
+            **super().tensors(),
+            "losses": shared(*sizes, dtype=torch.float64, adds=True),
+            "judged": shared(2, dtype=torch.float64, adds=True),
+            "by_text": per_class(len(OMEGAS), len(SCALES), len(WRONG), dtype=torch.float64, adds=True),
+            "shown": per_class(dtype=torch.int64, adds=True),
+            "set_aside": per_class(self.text_dim or self.embed_dim),
+        }
 
     def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        return super().added(state, images, labels, new) | {
-            name: rows
-            for name, rows in state.with_new_rows(len(new)).items()
-            if name in ("by_text", "shown", "set_aside")
-        }
+        rows, counted_by_class = state.with_new_rows(len(new)), ("by_text", "shown", "set_aside")
+        return super().added(state, images, labels, new) | {name: rows[name] for name in counted_by_class}
 
     def retold(self, state: State, texts: Tensor) -> dict[str, Tensor]:
         """Set aside how well the old texts described their images. It counts again if they come back."""

@@ -13,33 +13,30 @@ from dulbe_peft.utils.specs import Registry, closest, convert, format_spec, pars
 
 Kind = TypeVar("Kind", bound=type[Rule] | type[Classifier])
 
-_BUILT_IN = {
-    "text": "text:TextRule",
-    "bridge": "bridge:BridgeRule",
-    "pooled_bridge": "pooled_bridge:PooledBridgeRule",
-    "prototype": "prototype:PrototypeRule",
-    "lda": "lda:LdaRule",
-    "gda": "gda:GdaRule",
-    "ridge": "ridge:RidgeRule",
-    "ranpac": "ranpac:RanpacRule",
-    "bayes": "bayes:BayesRule",
-}
-_FROM_PAPERS = {
-    "visual_agent": "mg_clip:VisualAgentRule",
-    "rapf": "rapf:RapfRule",
-    "bofa": "bofa:BofaRule",
-    "slca": "slca:SlcaRule",
-    "engine": "knowledge_injection:EngineRule",
-    "proof": "proof:ProofRule",
-    "clap4clip": "clap4clip:Clap4ClipRule",
-    "clg_cbm": "clg_cbm:ClgCbmRule",
-    "linear_head": "linear_head:LinearHeadRule",
+_PATHS = {  # name -> module in this package, and class
+    "text": "classifiers.text:TextRule",
+    "bridge": "classifiers.bridge:BridgeRule",
+    "pooled_bridge": "classifiers.pooled_bridge:PooledBridgeRule",
+    "prototype": "classifiers.prototype:PrototypeRule",
+    "lda": "classifiers.lda:LdaRule",
+    "gda": "classifiers.gda:GdaRule",
+    "ridge": "classifiers.ridge:RidgeRule",
+    "ranpac": "classifiers.ranpac:RanpacRule",
+    "bayes": "classifiers.bayes:BayesRule",
+    "visual_agent": "papers.mg_clip:VisualAgentRule",
+    "rapf": "papers.rapf:RapfRule",
+    "bofa": "papers.bofa:BofaRule",
+    "slca": "papers.slca:SlcaRule",
+    "engine": "papers.knowledge_injection:EngineRule",
+    "proof": "papers.proof:ProofRule",
+    "clap4clip": "papers.clap4clip:Clap4ClipRule",
+    "clg_cbm": "papers.clg_cbm:ClgCbmRule",
+    "linear_head": "papers.linear_head:LinearHeadRule",
 }
 CLASSIFIERS: Registry[Classifier] = Registry(
     "classifier",
     "dulbe_peft.classifiers",
-    {name: f"dulbe_peft.classifiers.{path}" for name, path in _BUILT_IN.items()}
-    | {name: f"dulbe_peft.papers.{path}" for name, path in _FROM_PAPERS.items()},
+    {name: f"dulbe_peft.{path}" for name, path in _PATHS.items()},
     classifier_of,
 )
 
