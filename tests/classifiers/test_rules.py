@@ -113,7 +113,9 @@ def test_type_checkers_see_the_settings_of_every_classifier_that_has_a_class():
     found = []
     for path in Path(dulbe_peft.__file__).parent.glob("*/*.py"):
         text = path.read_text(encoding="utf-8")
-        for cls, rule, body in re.findall(r"^class (\w+)\(\w+, rule=(\w+)\):\n((?:    .*\n|\n)*)", text, re.MULTILINE):
+        for cls, rule, body in re.findall(
+            r"^class (\w+)\(\w+, rule=(\w+).*\):\n((?:    .*\n|\n)*)", text, re.MULTILINE
+        ):
             assert f"@takes({rule})\n        def __init__" in body, cls
             found.append(cls)
     assert len(found) >= 11
