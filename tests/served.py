@@ -48,7 +48,7 @@ def two_colours(root):
 @contextmanager
 def running(folder, **options):
     server = serving.make_server(ClassIncrementalLearner.from_pretrained(folder), port=0, **options)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
         yield server
