@@ -477,10 +477,12 @@ def test_run_reads_and_decodes_every_image_once(photos, tmp_path, counted_reads)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["dulbe", "lora"])
-def test_trained_run_and_learn_and_evaluate_decode_every_image_once(photos, tmp_path, counted_reads, strategy):
+def test_trained_run_and_learn_and_evaluate_decode_every_image_once(
+    photos, tmp_path, counted_reads, strategy, tiny_model
+):
     """They keep the pixel values of the first look, unless there is too little memory. The results are the same."""
     test, train = ([str(path) for path in (photos / split).rglob("*.png")] for split in ("test", "train"))
-    decoded, more = counted_reads[1], ["--strategy", strategy, "--epochs", "2"]
+    decoded, more = counted_reads[1], ["--strategy", strategy, "--epochs", "2", "--model", str(tiny_model)]
     out, small = tmp_path / "out", tmp_path / "small"
     for _ in range(2):  # again after `check`
         assert run(photos, "--output", str(out), "--overwrite", *more) == 0
