@@ -301,11 +301,12 @@ class Choice(Fitted):
 
     This is a pseudo-likelihood, if a share w of the labels is wrong, with log-normal priors, whose standard deviation
     is a factor of e. T is also the temperature of `probabilities`. Up to 256 images of each task or update are scored
-    against all classes seen so far; `BayesRule.judged` adds their losses to the tables. A loss has the weight C / n_c,
-    so all classes have the same weight, and later tasks weigh more than earlier ones. The usual kappa follows from how
-    well the texts alone predict the labels, and the usual T from the temperatures of images and of texts.
+    against all classes seen so far; `BayesRule.judged` adds their losses to the tables. A loss has the weight C / n_c
+    times the number of images of the class in the task for each one that was chosen, so all classes have the same
+    weight, and later tasks weigh more than earlier ones. The usual kappa follows from how well the texts alone predict
+    the labels, and the usual T from the temperatures of images and of texts.
 
-    The properties below are in the order of the choice, and T is chosen last:
+    The properties below are in the order of the choice. The settings are values of the grid; T is then refined:
 
         misnamed, omega, scale, told      by the texts alone, whatever kappa, rho and T are
         usual_kappa, usual_temperatures   follow from these and the sums
@@ -430,8 +431,8 @@ class Choice(Fitted):
         classes, from 0 to 1. a is the factor with which the texts describe the class means best, by least squares, and
         J is 0 as long as no name was judged. I is `IMAGE_TEMPERATURE`. If no class has two images, it follows from the
         spread of the images' scores of wrong classes: I^2 is the mean of `LONE_SPREAD`^2 spread^2 / d over the C (C -
-        3) / 2 pairs of classes that can differ, and of `PAIRS` pairs with `IMAGE_TEMPERATURE`^2. `Fit` has `slope`,
-        which is a, `correlation` and `spread`.
+        3) / 2 pairs of classes that can differ, and of `PAIRS` pairs with `IMAGE_TEMPERATURE`^2. In `Fit`, `slope` is
+        a, `correlation` is r, and `spread` is already the sum of spread^2 over the pairs; d is `len(values)`.
         """
         fit, by_images, by_texts, common, found = self.fit(features), IMAGE_TEMPERATURE, 0.0, 0.0, []
         if fit.lone:
@@ -525,7 +526,7 @@ class Choice(Fitted):
 
     @once
     def temperature(self) -> float:
-        """T of the probabilities, whatever the records say: the tables contain the images of all tasks."""
+        """What `probabilities` divides the scores by: T / `unit`, 1 if the scores are already divided by T."""
         return float(self.solved["temperature"]) if self.state.classes else 1.0
 
     @once
@@ -554,8 +555,8 @@ class Task:
 
     def weights(self, state: State, rows: Tensor) -> Tensor:
         """Return the weight of each image, (n,), if some rows stand for all: C / n_c for each image of its class."""
-        shown = self.labels[rows].bincount(minlength=state.classes).clamp_min(1)
-        return (state.classes / state.counts.to(self.x) * self.inside(state))[self.labels] / shown[self.labels]
+        picked = self.labels[rows].bincount(minlength=state.classes).clamp_min(1)
+        return (state.classes / state.counts.to(self.x) * self.inside(state))[self.labels] / picked[self.labels]
 
     def named(self, fit: Fit, state: State) -> dict[str, Tensor]:
         """Return `by_text` and `shown` with the losses of images by the texts alone, at least two of each class."""
@@ -605,8 +606,8 @@ def lone_classes(state: State, inside: Tensor, groups: Tensor) -> Tensor:
     """Choose the classes that stand for classes with a single image, or group; return their numbers.
 
     `inside` and `groups`, (C,), count each class's images and groups in the task. Only classes with all their images
-    in the task are chosen. They are spread evenly, and their share equals the share of the classes with a single image
-    or group among all classes.
+    in the task can be chosen. Of these, the same fraction is chosen, spread evenly and rounded down, as classes with a
+    single image or group are of all classes.
     """
     counts = state.counts.to(inside.device)
     single = (counts == 1) | ((inside == counts) & (groups == 1))
