@@ -24,7 +24,7 @@ from research.comparison.comparison_plots import (
     with_difference,
 )
 from research.comparison.plan import Row
-from research.comparison.summary import COLUMNS, write_summary_csv
+from research.comparison.summary import COLUMNS, COSTS, write_summary_csv
 
 TITLES = [column.title for column in COLUMNS if column.show and column.title != "seeds"][1:]  # with three seeds
 
@@ -82,26 +82,29 @@ def test_page_contains_all_figures(folder):
     assert "frozen with ranpac:features=9 has the highest accuracy" in text
     assert "4 rows on 2 streams, planned with 3 seeds (0, 1, 2)" in text and "With one seed" not in text
     cells = [[[cell.replace("(", " (").replace("  ", " ") for cell in row] for row in table] for table in page.tables]
-    first, second = (table for table in cells if table[0][:2] == ["method", "classifier"])
+    first, costs, second, _ = (table for table in cells if table[0][:2] == ["method", "classifier"])
+    titles, each = [title for title in TITLES if title not in COSTS], [title for title in TITLES if title in COSTS]
 
     def row(method, classifier, drift, last, *rest):
         figures = [f"{value:.1f} ({value - 1:.1f} to {value + 1:.1f})" for value in (last, last + 3)]
-        costs = ["7.9", "10", "28,800", "3.0", "1", "700"]
         chosen = "learning_rate = 0.001" if method == "DuLBE" else ""
-        chosen = chosen, "epochs 2, batch 32, rate 0.001"
-        return [method, classifier, drift, *chosen, *figures, "2.0 (+1.0 to +3.0)", *rest[:3], *costs, *rest[3:]]
+        return [method, classifier, drift, chosen, *figures, "2.0 (+1.0 to +3.0)", *rest[:3], "7.9", *rest[3:]]
 
     assert first == [
-        TITLES,
+        titles,
         row("DuLBE", "lda", "", 85, gain := "+5.0 (+2.0 to +8.0)", "+1.0 to +9.0", gain, "90.0 → 85.0"),
         row("frozen", "ranpac:features=9", "", 81, "+1.0 (-2.0 to +4.0)", "-3.0 to +5.0", "", ""),
         row("frozen (reference)", "bridge", "", 80, "", "", "", "90.0 → 90.0"),
         row("DuLBE", "lda", "linear", 70, loss := "-10.0 (-15.0 to -5.0)", "-16.0 to -4.0", loss, "90.0 → 85.0"),
     ]
+    assert costs[0] == [*TITLES[:3], *each]
+    assert [line[:3] for line in costs[1:]] == [line[:3] for line in first[1:]]
+    figures = ["epochs 2, batch 32, rate 0.001", "10", "28,800", "3.0", "1", "700"]
+    assert all(line[3:] == figures for line in costs[1:])
     assert page.source.count("<strong>85.0</strong><br><small>(84.0 to 86.0)</small>") == 1
     assert page.source.count("<strong>") == 6, "four of them are in the lead: names and advice"
-    assert second[0] == ["method", "classifier", TITLES[4], "seeds", *TITLES[5:-1]] and "2 to 3 seeds" in text
-    assert [line[3] for line in second[1:]] == ["", "", "2, few"]
+    assert second[0] == ["method", "classifier", "seeds", *titles[4:-1]] and "2 to 3 seeds" in text
+    assert [line[2] for line in second[1:]] == ["", "", "2, few"]
     meant = re.findall("<dt>(.+)</dt><dd>.+</dd>", page.source)
     assert meant == [column.title for column in COLUMNS][1:], "the page explains each column"
     assert page.table("method", "tried") == [["DuLBE", "learning_rate = 0.0001, 0.001"]]
