@@ -179,9 +179,8 @@ def measured_before(path: Path, origin: Callable[[dict[str, Any]], str | None]) 
 
 def origin_of(model: str | Path, *images: LabelledImages) -> str:
     """Return a digest of a model's files and of images, to be kept in rows."""
-    return json_sha256({"model": model_fingerprint(str(model)), "images": [each.fingerprint() for each in images]})[
-        :12
-    ]
+    facts = {"model": model_fingerprint(str(model)), "images": [each.fingerprint() for each in images]}
+    return json_sha256(facts)[:12]
 
 
 def _without(arguments: Sequence[str], flag: str) -> list[str]:
