@@ -67,7 +67,8 @@ def run(values: argparse.Namespace, seed: int, fields: dict[str, Any]) -> dict[s
     tasks = stream(values, seed)
     settings = fields if values.data else SETTINGS | fields
     if values.quick:
-        tasks, settings = tasks[:1], settings | {"epochs": 1}
+        train, test = (common.some(images, values, 16) for images in (tasks[0].train, tasks[0].test))
+        tasks, settings = [Task(train, test, tasks[0].class_names)], settings | {"epochs": 1}
     clip, processor = models.clip(values.model, "eager")
     torch.manual_seed(seed)
     model = get_peft_model(clip, DualModeLoraConfig(support_rank=values.support_rank))
@@ -81,7 +82,7 @@ def stream(values: argparse.Namespace, seed: int) -> list[Task]:
     """Return the tasks of the demo, or those of a data set with its classes in random order."""
     if not values.data:
         return digit_tasks(values.increment)
-    train, test = (load_data(values.data, split=split) for split in ("train", "test"))
+    train, test = (load_data(values.data, split) for split in ("train", "test"))
     return class_incremental_tasks(train, test, increment=values.increment, seed=seed)
 
 

@@ -137,6 +137,11 @@ def parse(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     return values
 
 
+def some(images: LabelledImages, values: argparse.Namespace, most: int = 120) -> LabelledImages:
+    """Return the images; in a quick run, only the first ones."""
+    return images.at(np.arange(min(most, len(images)))) if values.quick else images
+
+
 def write(name: str, values: argparse.Namespace, argv: Sequence[str] | None, rows: list[dict[str, Any]]) -> None:
     """Write the rows with the command, its settings and the machine to a file, and print the rows."""
     given = sys.argv[1:] if argv is None else argv

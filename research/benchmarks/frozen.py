@@ -198,7 +198,7 @@ def needs_text(spec: str) -> bool:
 
 def encoded(values: Any) -> dict[str, Any]:
     """Return unit features and labels of the training and test images, text embeddings, class names, and tau."""
-    train, test = (load_data(values.data, split) for split in ("train", "test"))
+    train, test = (common.some(load_data(values.data, split), values) for split in ("train", "test"))
     model, processor = load_dual_encoder(values.clip)
     args = LearnerArguments(prompt_template=values.prompt_template, progress=False, device="cpu")
     learner = ClassIncrementalLearner(model, processor, args=args, strategy="frozen", classifiers="prototype")

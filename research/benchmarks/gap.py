@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for gap in values.gaps:
         clip, processor = load_clip(values.clip)
-        train = load_data(values.data, "train")
+        train = common.some(load_data(values.data, "train"), values)
         learner = learner_of(clip, processor, "frozen", 0, 0.0)
         add_gap(learner, draw_per_class(train, 4), gap)
         if values.save:
@@ -122,7 +122,8 @@ def cosines(learner: ClassIncrementalLearner, images: LabelledImages) -> dict[st
 
 def accuracies(values: Any, clip: Any, processor: Any, strategy: str, seed: int, rate: float) -> dict[str, float]:
     """Return A_last of each classifier and the zero-shot accuracy on other classes after the last task, in percent."""
-    train, test = draw_per_class(load_data(values.data, "train"), values.count, seed), load_data(values.data, "test")
+    train, test = (common.some(load_data(values.data, split), values) for split in ("train", "test"))
+    train = draw_per_class(train, values.count, seed)
     tasks = class_incremental_tasks(train, test, increment=values.increment, seed=seed)
     learner = learner_of(clip, processor, strategy, seed, rate)
     for task in tasks[:2] if values.quick else tasks:

@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--dim", type=int, default=512)
     options.add_argument("--closings", type=int, default=15, help="rounds of closing a task to measure")
     values = common.parse(options, argv)
+    if values.quick:
+        values.classes, values.batch, values.dim = 20, 8, 32
     head = BridgeEnsembleHead(values.dim)
     text = models.unit(values.classes, values.dim, seed=1)
     per_class = text.repeat(2, 1) + 0.1 * models.unit(2 * values.classes, values.dim, seed=2)

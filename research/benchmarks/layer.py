@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=40)
     options.add_argument("--calls", type=int, default=1000, help="calls of a layer in each round")
     values = common.parse(options, argv)
+    if values.quick:
+        values.calls = 10
     layer = small_layer(DualModeLoraConfig(target_modules=["0"], text_rank=0))
     sides: dict[str, Callable[[], Any]] = {
         "DualModeLora": passes(layer),

@@ -151,6 +151,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--cells", help="folder of finished runs, with which a stopped benchmark continues")
     options.add_argument("--rates", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3])
     values = common.parse(options, argv)
+    if values.quick:
+        values.images, values.held_back, values.tests, values.epochs = 8, 2, 2, 1
     results: dict[tuple[str, float], list[Any]] = {}
     names: list[Sequence[str]] = []
     sizes = {}

@@ -144,7 +144,7 @@ def parts(
         other = split(images, 1, 20, 0)[1].select(order[40 : 55 if few else None], others=True)
         return str(values.models / "small-clip"), tasks, other, {}, {}
     images, fields = load_digit_images("train"), {"prompt_template": "a photo of the digit {}."}
-    train, test = split(images, 16 if stream == DIGITS else 40, 60, seed)
+    train, test = split(images, 2 if values.quick else 16 if stream == DIGITS else 40, 2 if values.quick else 60, seed)
     names = list(images.class_names)
     if stream == CAMERA:
         fields["epochs"] = 5

@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["float32", "bf16"])
     values = common.parse(options, argv)
     if values.quick:
-        values.tasks, values.num_images, values.classes, values.batch = 2, 8, 2, 4
+        values.tasks, values.num_images, values.classes, values.batch = 2, 4, 2, 4
+        values.epochs = 1
     shape = f"{values.tasks} x {values.num_images} images, {values.epochs} epochs"
     rows = []
     for precision in values.precision:

@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     values = common.parse(options, argv)
     if values.quick:
-        values.num_images, values.classes, values.batch = 8, 2, 4
+        values.num_images, values.classes, values.batch = 4, 2, 4
+        values.epochs = 1
     tasks = Tasks(values)
     if values.operations:
         tasks.ours()

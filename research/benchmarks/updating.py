@@ -60,10 +60,11 @@ def encoded(values: Any) -> tuple[list[dict[str, torch.Tensor]], float]:
     learner = ClassIncrementalLearner(model, processor, args=args, strategy="frozen", classifiers="prototype")
     encoded_tasks = []
     for task in tasks[:2] if values.quick else tasks:
+        train, test = (common.some(images, values, 20) for images in (task.train, task.test))
         with torch.no_grad():
             part = {"text": learner.encoder.text_embeds(task.class_names)}
-        part |= {"train": learner.image_embeds(task.train), "y": torch.as_tensor(task.train.labels)}
-        part |= {"test": learner.image_embeds(task.test), "truth": torch.as_tensor(task.test.labels)}
+        part |= {"train": learner.image_embeds(train), "y": torch.as_tensor(train.labels)}
+        part |= {"test": learner.image_embeds(test), "truth": torch.as_tensor(test.labels)}
         encoded_tasks.append(part)
     return encoded_tasks, learner.logit_scale
 
