@@ -41,6 +41,14 @@ def random_modes(model):
     return modes
 
 
+def shallow(clip):
+    """Leave one block in each tower, where what is tested is the same in every block, and return the model."""
+    for tower in (clip.vision_model, clip.text_model):
+        tower.encoder.layers = tower.encoder.layers[:1]
+        tower.config.num_hidden_layers = 1
+    return clip
+
+
 def randomise(parameters, scale=0.1):
     for parameter in parameters:
         parameter.data.normal_(std=scale)

@@ -11,7 +11,8 @@ import types
 
 import pytest
 import torch
-from adapted_clip import CONFIG, IDS, PIXELS, learned, outputs, random_modes, randomise
+from adapted_clip import CONFIG, IDS, PIXELS, learned, outputs, random_modes, randomise, shallow
+from copies import copies
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -37,20 +38,14 @@ ALL = slice(None)
 
 @pytest.fixture(scope="module")
 def two(tiny_clip):
-    """A model with the adapters "default", which is active, and "other", each in its second task. Tests copy it.
-
-    Its towers have one block each, because there are hundreds of copies.
-    """
+    """A function that returns a model in the second task of its adapters "default", which is active, and "other"."""
     torch.manual_seed(0)
-    clip = tiny_clip()
-    for tower in (clip.vision_model, clip.text_model):
-        tower.encoder.layers = tower.encoder.layers[:1]
-    model = get_peft_model(clip, DualModeLoraConfig(**CONFIG))
+    model = get_peft_model(shallow(tiny_clip()), DualModeLoraConfig(**CONFIG))
     model.add_adapter("other", DualModeLoraConfig(**CONFIG))
     for name in ("other", "default"):
         model.set_adapter(name)
         learned(model)
-    return model
+    return copies(model)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +63,7 @@ def compiler():
 def folder(two, tmp_path_factory):
     """The folder in which "other" is saved."""
     place = tmp_path_factory.mktemp("saved")
-    two.save_pretrained(place, selected_adapters=["other"])
+    two().save_pretrained(place, selected_adapters=["other"])
     return place / "other"
 
 
@@ -314,7 +309,7 @@ def test_every_public_method_and_every_state_has_a_row():
 
 
 def run(operation, model, kit):
-    torch.manual_seed(7)
+    torch.default_generator.manual_seed(7)
     return operation(model, kit)
 
 
@@ -322,20 +317,20 @@ def close(actual, expected, where=""):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{where}: {text}")
 
 
-def result_of(model):
-    return outputs(model) if hasattr(model, "peft_config") and model.peft_config else None
-
-
-def kit_for(two, folder, tmp_path):
-    """Return what the operations need besides a model."""
-    numbers = iter(range(1000))
-    kit = types.SimpleNamespace(folder=folder, twin=two, new=lambda: str(tmp_path / str(next(numbers))))
-    kit.card = tmp_path
-    kit.modes = random_modes(two)
-    folded = copy.deepcopy(two)
+@pytest.fixture(scope="module")
+def needed(two, folder):
+    """What the operations need besides a model. They only read it."""
+    torch.manual_seed(0)
+    folded = two()
+    before, modes = outputs(folded), random_modes(folded)
     folded.fold_task()
-    kit.folded = folded.state_dict()
-    return kit
+    return types.SimpleNamespace(folder=folder, twin=two(), before=before, modes=modes, folded=folded.state_dict())
+
+
+@pytest.fixture
+def kit(needed, tmp_path):
+    numbers = iter(range(1000))
+    return types.SimpleNamespace(**vars(needed), new=lambda: str(tmp_path / str(next(numbers))), card=tmp_path)
 
 
 EVERY = pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if operation is not None])
@@ -343,17 +338,15 @@ EVERY = pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.
 
 @pytest.mark.plain("fold_task", "scaled", "export_lora")
 @EVERY
-def test_operation_is_right_or_refused_in_every_state(two, folder, tmp_path, name):
-    operation, kit = OPERATIONS[name], kit_for(two, folder, tmp_path)
-    before = outputs(two)
-    twin = copy.deepcopy(two)
+def test_operation_is_right_or_refused_in_every_state(two, kit, name):
+    operation, twin = OPERATIONS[name], two()
     expected = run(operation, twin, kit)
     gone = name in ("unload", "merge_and_unload")
     afterwards = None if gone else outputs(twin)
     for place, (enter, states) in PLACES.items():
         if (name, place) in SKIPPED:
             continue
-        model, refused = copy.deepcopy(two), None
+        model, refused = two(), None
         with enter(model):
             try:
                 result = run(operation, model, kit)
@@ -371,24 +364,24 @@ def test_operation_is_right_or_refused_in_every_state(two, folder, tmp_path, nam
         if refused is not None:
             assert table or place in ALSO.get(name, ()) or place == "meta", f"{name} in {place}: {refused}"
         if not (gone and refused is None):
-            close(outputs(model), before if refused is not None else afterwards, f"after {name} in {place}, {refused}")
+            after = afterwards if refused is None else kit.before
+            close(outputs(model), after, f"after {name} in {place}, {refused}")
 
 
 @pytest.mark.slow
 @EVERY
-def test_operation_is_right_in_a_compiled_model(two, folder, compiler, tmp_path, name):
+def test_operation_is_right_in_a_compiled_model(two, kit, compiler, name):
     """The compiled layers have run before the operation, so what they compiled is of the state before it.
 
     Code that was compiled for one operation is there for the next, but the pass before it makes the code of the state
     before it the first whose conditions are checked after it.
     """
-    operation, kit = OPERATIONS[name], kit_for(two, folder, tmp_path)
-    twin, model = copy.deepcopy(two), copy.deepcopy(two)
+    operation, twin, model = OPERATIONS[name], two(), two()
     expected = run(operation, twin, kit)
     layers = [layer for layer in model.modules() if isinstance(layer, DualModeLayer)]
     for layer in (layers[0], next(layer for layer in layers if isinstance(layer, DualModeLinear))):
         layer.compile(backend="eager")
-    close(outputs(model), outputs(two), "before")
+    close(outputs(model), kit.before, "before")
     close(run(operation, model, kit), expected, f"result of {name}")
     if name not in ("unload", "merge_and_unload"):
         close(outputs(model), outputs(twin), f"after {name}")
@@ -396,7 +389,7 @@ def test_operation_is_right_in_a_compiled_model(two, folder, compiler, tmp_path,
 
 def test_copy_of_a_compiled_model_uses_its_own_weights(two):
     """torch leaves what was compiled out of a copy, because it refers to the original."""
-    model, expected = copy.deepcopy(two), outputs(two)
+    model, expected = two(), outputs(two())
     for module in (next(m for m in model.modules() if isinstance(m, DualModeLinear)), model.base_model):
         module.compile(backend="eager")
     twin = copy.deepcopy(model)
@@ -430,14 +423,14 @@ def check_inside(model, twin, enter, place):
 
 def test_pass_of_another_adapter_inside_a_block_is_refused(two):
     for block in (lambda m: m.held_weights(), lambda m: m.scaled(0.5), lambda m: m.previous_task()):
-        model = copy.deepcopy(two)
+        model = two()
         with block(model):
             model.set_adapter("other")
             with pytest.raises(ValueError, match=r"weights of the adapter 'default', but \['other'\] is active"):
                 outputs(model)
             with model.disable_adapter():
                 outputs(model)  # the base model has no adapter
-        alone = copy.deepcopy(two)
+        alone = two()
         alone.set_adapter("other")
         assert all(map(torch.equal, outputs(model), outputs(alone)))
 
@@ -445,7 +438,7 @@ def test_pass_of_another_adapter_inside_a_block_is_refused(two):
 def test_switching_adapters_folds_once_for_each(two, monkeypatch):
     from dulbe_peft.adapter import layer as module
 
-    model, folds, real = copy.deepcopy(two), [], module._fold
+    model, folds, real = two(), [], module._fold
     monkeypatch.setattr(module, "_fold", lambda *arguments: folds.append(1) or real(*arguments))
     for _ in range(3):
         for name in ("default", "other"):

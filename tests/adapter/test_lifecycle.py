@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from adapted_clip import CONFIG, IDS, PIXELS, image_features, learned, outputs, random_modes, randomise
+from adapted_clip import CONFIG, IDS, PIXELS, image_features, learned, outputs, random_modes, randomise, shallow
+from copies import copies
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.helpers import disable_input_dtype_casting
 from safetensors import safe_open
@@ -52,9 +53,18 @@ def model(tiny_clip):
 
 
 @pytest.fixture(scope="module")
-def plain_model(tiny_clip):
-    """Return a model with two tasks. Tests must copy it."""
-    return learned(adapted(tiny_clip(), text_rank=0))
+def small_clip(tiny_clip):
+    """A function that returns `tiny_clip` with one block in each tower, for tests that need many."""
+    return copies(shallow(tiny_clip()))
+
+
+@pytest.fixture(scope="module")
+def between_tasks(small_clip):
+    """Two functions that return a model without an adapter of the text: in its second task, and after it."""
+    model = learned(adapted(small_clip(), text_rank=0))
+    inside = copies(model)
+    model.fold_task()
+    return inside, copies(model)
 
 
 def loss_fn(model, rows):
@@ -100,13 +110,10 @@ def both(first, second):
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_inside_every_block_is_exact_or_refused(plain_model, tmp_path, verb, block, zero):
+def test_every_verb_inside_every_block_is_exact_or_refused(between_tasks, tmp_path, verb, block, zero):
     """Check that a call inside a block gives what it gives outside, or an error after which all is as it was."""
-    model = copy.deepcopy(plain_model)
-    if zero:
-        model.fold_task()
-    modes = random_modes(model)
-    twin, before = copy.deepcopy(model), image_features(model)
+    model, twin = (between_tasks[zero]() for _ in range(2))
+    modes, before = random_modes(model), image_features(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is nothing to fold
         expected = VERBS[verb](twin, modes, tmp_path / "outside")
@@ -280,9 +287,9 @@ def test_copy_that_somebody_else_wrote_loads_without_a_digest(tiny_clip, tmp_pat
 @pytest.mark.plain("None")
 @pytest.mark.filterwarnings("ignore:You have passed exclude_modules")
 @pytest.mark.parametrize("value", [None, [], {}, [None], {"a": None}, "x", 1.5, True], ids=repr)
-def test_value_of_another_kind_in_the_configuration_is_named_or_changes_nothing(tiny_clip, tmp_path, value):
+def test_value_of_another_kind_in_the_configuration_is_named_or_changes_nothing(small_clip, tmp_path, value):
     """Every field of the file that is this method's own, with what an editor or another program may put there."""
-    model = learned(adapted(tiny_clip()))
+    model = learned(adapted(small_clip()))
     model.save_pretrained(tmp_path)
     expected, file = outputs(model), tmp_path / CONFIG_FILE
     content = json.loads(file.read_text())
@@ -290,7 +297,7 @@ def test_value_of_another_kind_in_the_configuration_is_named_or_changes_nothing(
     for field in content.keys() - {"peft_type", "task_type"}:  # PEFT reads these two before any class of ours
         file.write_text(json.dumps(content | {field: value}))
         try:
-            loaded = PeftModel.from_pretrained(tiny_clip(), tmp_path)
+            loaded = PeftModel.from_pretrained(small_clip(), tmp_path)
         except (ValueError, TypeError) as error:
             assert field in str(error) or str(value) in str(error), (field, error)
             refused.append(field)
