@@ -1,12 +1,14 @@
 """Tiny encoders of every supported type with random weights, and their processors, with tokenizers built in code."""
 
 import string
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from copies import copies
 from PIL import Image
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -105,7 +107,13 @@ def make_config(model_type: str) -> Any:
 
 
 def make_model(model_type: str) -> Any:
-    """Return the same random model every time, with weights large enough for features to depend on every token."""
+    """Return a new copy of the same random model every time."""
+    return _models(model_type)()
+
+
+@cache
+def _models(model_type: str) -> Any:
+    """Return copies of a random model, with weights large enough for features to depend on every token."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = getattr(transformers, ENCODERS[model_type].model)(make_config(model_type)).eval()
@@ -117,7 +125,7 @@ def make_model(model_type: str) -> Any:
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
                 module.weight.data[module.padding_idx] = 0  # training never changes it from zero
-    return model
+    return copies(model)
 
 
 def make_image_processor(model_type: str) -> Any:

@@ -85,7 +85,7 @@ class Clap4ClipRule(ReplayedMeans):
     def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         old, changes = state.classes, self.with_means(state, images, labels, new)
         texts, means, task = state.text_embeds.float(), changes["means"], changes["task"]
-        generator = task_generator(self.seed, old)
+        generator, layer = task_generator(self.seed, old), decoder(self.embed_dim)
         guide = state.guide.float().clone() if old else initial_guide(self.embed_dim, generator).to(images)
         adapters = [*(row.float().clone() for row in state.adapters), initial_adapter(texts, generator)]
 
@@ -97,7 +97,7 @@ class Clap4ClipRule(ReplayedMeans):
 
             def loss(_: int, batch: Tensor) -> Tensor:
                 optimizer.param_groups[0]["lr"] = next(plan)
-                guided = guided_texts(guide, texts, means, task)
+                guided = guided_texts(layer, guide, texts, means, task)
                 mean, deviation = text_gaussians(adapters, guided, task)
                 noise = torch.randn(self.samples, *mean.shape, generator=generator).to(mean)
                 samples = mean + deviation * noise
@@ -138,22 +138,22 @@ class ShiftedTexts(Fitted):
     def weight(self) -> Tensor:
         """tau (t_c + E[u_c]), (C, d), float32."""
         state = self.state
-        guided = guided_texts(state.guide.float(), state.text_embeds.float(), state.means.float(), state.task)
+        parts = state.guide.float(), state.text_embeds.float(), state.means.float(), state.task
+        guided = guided_texts(decoder(self.rule.embed_dim), *parts)
         return self.rule.logit_scale * (guided + text_gaussians(state.adapters.float(), guided, state.task)[0])
 
 
 def decoder(width: int) -> nn.TransformerDecoderLayer:
     """Return G without its parameters, which the vector `guide` holds.
 
-    Each call makes a new module, because a functional call writes to the module and threads must not share it.
+    A functional call writes to the module, so threads must not share one.
     """
     with torch.device("meta"):
         return nn.TransformerDecoderLayer(width, 1, HIDDEN, dropout=0.0, activation="gelu", batch_first=True)
 
 
-def guided_texts(guide: Tensor, texts: Tensor, means: Tensor, task: Tensor) -> Tensor:
-    """Return t_c of all classes, (C, d), from their texts and mean features, (C, d), and tasks, (C,)."""
-    layer = decoder(texts.shape[1])
+def guided_texts(layer: nn.Module, guide: Tensor, texts: Tensor, means: Tensor, task: Tensor) -> Tensor:
+    """Return t_c of all classes, (C, d), from G, their texts and mean features, (C, d), and tasks, (C,)."""
     shapes = {name: parameter.shape for name, parameter in layer.named_parameters()}
     parts = guide.split([shape.numel() for shape in shapes.values()])
     numbers = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}

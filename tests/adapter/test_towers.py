@@ -1,11 +1,13 @@
 """Adapters move between an encoder and its vision tower alone, for every encoder that has a text tower."""
 
 import copy
+from functools import cache
 
 import pytest
 import torch
 import transformers
 from adapted_clip import CONFIG, learned
+from copies import copies
 from peft import PeftModel, get_peft_model
 from tiny_encoders import WITH_TEXT, make_image_processor, make_model, pictures
 
@@ -21,8 +23,10 @@ TOWERS = [
 ]
 
 
-def tower_alone(encoder, name):
-    """Return an encoder's vision tower as a model of its own, with the encoder's weights."""
+@cache
+def towers_alone(model_type, name):
+    """Return copies of an encoder's vision tower as a model of its own, with the encoder's weights."""
+    encoder = make_model(model_type)
     config = copy.deepcopy(encoder.config.vision_config)
     if "Projection" in name:
         config.projection_dim = encoder.config.projection_dim
@@ -32,7 +36,7 @@ def tower_alone(encoder, name):
         weights = {key.removeprefix("vision_model."): value for key, value in weights.items()}
     missing = tower.load_state_dict(weights, strict=False).missing_keys
     assert not missing and tower.config.model_type in VISION_TOWERS
-    return tower
+    return copies(tower)
 
 
 def pixels(model_type):
@@ -56,18 +60,17 @@ def test_every_encoder_has_a_tower_of_its_own():
 @pytest.mark.parametrize(("model_type", "name"), TOWERS, ids=[name for _, name in TOWERS])
 def test_adapter_moves_between_an_encoder_and_its_vision_tower(model_type, name, targets, tmp_path):
     inputs = pixels(model_type)
+    tower = towers_alone(model_type, name)
     whole = learned(get_peft_model(make_model(model_type), DualModeLoraConfig(**CONFIG, target_modules=targets)))
     whole.save_pretrained(tmp_path / "whole")
     expected = states(whole, inputs)
-    alone = PeftModel.from_pretrained(tower_alone(make_model(model_type), name), tmp_path / "whole")
+    alone = PeftModel.from_pretrained(tower(), tmp_path / "whole")
     assert torch.equal(states(alone, inputs), expected)
-    native = tower_alone(make_model(model_type), name)
+    native = tower()
     native.load_adapter(str(tmp_path / "whole"))
     assert torch.equal(states(native, inputs), expected)
 
-    fresh = get_peft_model(
-        tower_alone(make_model(model_type), name), DualModeLoraConfig(**CONFIG, target_modules=targets)
-    )
+    fresh = get_peft_model(tower(), DualModeLoraConfig(**CONFIG, target_modules=targets))
     layers = fresh.dual_mode_layers()
     assert len(layers) == len(whole.dual_mode_layers())  # the pooling head and the projections are left alone
     assert all("layers." in layer for layer in layers)
