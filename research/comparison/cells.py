@@ -19,7 +19,10 @@ from urllib.parse import quote
 
 import torch
 from filelock import FileLock, Timeout
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HFValidationError
 from tqdm import tqdm
+from transformers.utils import CONFIG_NAME
 
 from dulbe_peft.checkpoints.layout import TIMINGS_FILE, task_folders
 from dulbe_peft.classifiers.registry import CLASSIFIERS, parse_classifier
@@ -269,15 +272,19 @@ def _finished(cell: Cell, folder: Path) -> CellRecord | None:
 
 
 def model_fingerprint(model: str) -> str:
-    """Return a fingerprint of a model's folder, or the name of a model that is in no folder here.
+    """Return a fingerprint of a model's folder, or the name and the commit of a model on the Hub.
 
-    The fingerprint covers the names and contents of all files except pages of text (`*.md`).
+    The fingerprint covers the names and contents of all files except pages of text (`*.md`). The commit is the one
+    that would be loaded now. It is left out if the Hub does not answer and nothing was downloaded before.
     """
     folder = Path(model)
     if model == "demo" and not folder.exists():
         folder = demo_model_folder()
     if not folder.is_dir():
-        return model
+        try:
+            return f"{model}@{Path(hf_hub_download(model, CONFIG_NAME)).parent.name}"
+        except (OSError, HFValidationError):
+            return model
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix != ".md"]
     return json_sha256({path.name: file_sha256(path) for path in files})
 

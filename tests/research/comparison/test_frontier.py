@@ -6,10 +6,12 @@ import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 import yaml
 from compared import forget_fingerprints, with_other_weights
+from hub_stub import on_this_process
 from pages import drawn
 
 from dulbe_peft.encoders.registry import demo_model_folder
@@ -207,6 +209,15 @@ def test_model_of_a_cell_is_its_files_also_for_the_demo():
     assert model_fingerprint("demo") == model_fingerprint(str(demo_model_folder())) != "demo"
     assert {one.model for one in read_all(RESULTS / "frontiers" / "cameras")} == {model_fingerprint("demo")}
     assert model_fingerprint("openai/clip-vit-base-patch16") == "openai/clip-vit-base-patch16"
+
+
+def test_model_of_a_cell_is_another_after_a_commit_on_the_hub(monkeypatch, tmp_path):
+    with on_this_process(monkeypatch, tmp_path) as hub:
+        for text in (b"{}", b"{ }"):
+            commit = hub.commit("someone/clip", {"config.json": text})
+            assert model_fingerprint("someone/clip") == f"someone/clip@{commit}"
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        assert model_fingerprint("someone/clip") == f"someone/clip@{commit}"
 
 
 @pytest.mark.parametrize("changed", [{"model": "another"}, {"images": ["others", None, None]}])
