@@ -12,21 +12,27 @@ KEPT = {}  # what `from_pretrained` returned, by the class, the settings and the
 
 @when_imported("transformers.modeling_utils")
 def _copy_loaded_models(transformers):
-    """Return a copy of the model that was loaded from the same files with the same settings before."""
+    """Return a copy of the model that was loaded from the same files with the same settings before.
+
+    Its weights are those in the file: `load_encoder` replaces the weights of what it has loaded by copies.
+    """
     kind = transformers.PreTrainedModel
     load = kind.from_pretrained.__func__
 
     @wraps(load)
     def from_pretrained(cls, name, *more, **settings):
-        if more or not Path(name).is_dir():
+        if not settings.get("output_loading_info") or not Path(name).is_dir():  # only `load_encoder` asks for this
             return load(cls, name, *more, **settings)
         files = sorted((path.name, path.stat()) for path in Path(name).iterdir())
         of = tuple((file, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for file, stat in files)
-        key = cls, str(name), of, repr(sorted(settings.items()))
+        key = cls, str(name), of, more, repr(sorted(settings.items()))
         if key not in KEPT:
-            KEPT[key] = load(cls, name, **settings)
+            KEPT[key] = load(cls, name, *more, **settings)
             for oldest in list(KEPT)[:-MOST]:
                 del KEPT[oldest]
-        return copy.deepcopy(KEPT[key])
+        model, found = KEPT[key]
+        same = {id(each): each.detach() for each in model.buffers()}
+        same |= {id(each): type(each)(each.detach(), each.requires_grad) for each in model.parameters()}
+        return copy.deepcopy((model, found), same)
 
     kind.from_pretrained = classmethod(from_pretrained)
