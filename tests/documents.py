@@ -19,7 +19,12 @@ def setup_cfg():
 
 def blocks(page, *languages):
     """Return (language, title, code) for each code block of a page in one of the languages, in order."""
-    every = re.findall(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```', text_of(page), flags=re.DOTALL | re.MULTILINE)
+    return blocks_of(text_of(page), *languages)
+
+
+def blocks_of(text, *languages):
+    """Return what `blocks` returns for the text of a page or of a part of it."""
+    every = re.findall(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```', text, flags=re.DOTALL | re.MULTILINE)
     return [block for block in every if block[0] in languages]
 
 

@@ -57,6 +57,7 @@ class _Error(Exception):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # otherwise the content waits 40 ms for the client to confirm the headers
     hub: Hub
 
     def log_message(self, *args):
