@@ -203,14 +203,14 @@ class BayesRule(ClassSums):
             return state, None
         wrong = len(WRONG) * (0.0,) if few_items(labels, groups) else WRONG  # few items say nothing about w
         table, kappas = state.losses.clone(), torch.tensor(self.kappas)
-        each, own = torch.arange(len(left.labels)).to(left.labels), left.weights
+        rows, own = torch.arange(len(left.labels)).to(left.labels), left.weights
         for number, features in enumerate(self.numbers):
             for place, rho in enumerate(self.rhos):
                 scores = left.scores(choice, features, kappas, rho, choice.omega)
-                right = scores[:, each, left.labels]
-                for column, temperature in enumerate(TEMPERATURES):
-                    told = right / temperature - (scores / temperature).logsumexp(dim=2)
-                    table[number, :, place, column] -= own @ log_likelihoods(told, state.classes, wrong).to(own)
+                right = scores[:, rows, left.labels]
+                told = torch.stack([right / each - (scores / each).logsumexp(dim=2) for each in TEMPERATURES])
+                for column, likely in enumerate(log_likelihoods(told, state.classes, wrong).to(own)):
+                    table[number, :, place, column] -= own @ likely
         squares = own @ own if groups is None else own.sum() ** 2 / max(1, worth(own, left.groups))
         state = state.replaced({"losses": table, "judged": state.judged + torch.stack([own.sum(), squares])})
         kappa, rho, features, omega = (now := self.fitted(state)).mode

@@ -23,6 +23,7 @@ TEMPERATURES = [2.0 ** (half / 2) for half in range(12, -1, -1)]
 OMEGAS, SCALES = [0, 1 / 4, 1 / 2, 3 / 4, 1], [0, *(2.0 ** (half / 2) for half in range(-8, 8))]
 WRONG = [0.9 * (step / 10) ** 2 for step in range(11)]
 SINGLE = 1e-4  # tolerance for float32 results
+once = functools.cache  # of a method; twins live as long as the tests
 FIXED = {"kappa": 3.0, "rho": 0.2}
 
 
@@ -51,7 +52,7 @@ def lifted(images, layer):
 
 
 class Twin:
-    """The literal version, which learns all images at once."""
+    """The literal version, which learns all images at once. What follows from them alone is computed once."""
 
     def __init__(self, images, labels, texts=TEXTS, layer=None, nameless=()):
         # The classifier also normalises in float32.
@@ -74,7 +75,7 @@ class Twin:
         self.w, self.lone = self.n / (self.n + 2), self.freedom == 0
         self.whole = self.named = self
 
-    @functools.cache  # noqa: B019
+    @once
     def without(self, *left_out):
         """Return a version that has not learned some images."""
         twin, rows = object.__new__(Twin), ~np.isin(np.arange(len(self.x)), left_out)
@@ -82,12 +83,18 @@ class Twin:
         twin.whole = self
         return twin
 
+    @once
     def noise(self, rho):
         if self.lone:
             scatter = (self.m - self.b).T @ (self.m - self.b)
             return (scatter + 3 * self.v * np.eye(self.dim)) / (self.classes + 3 * self.dim)
         return (self.scatter + rho * self.v * np.eye(self.dim)) / (self.freedom + rho * self.dim)
 
+    @once
+    def inverse(self, rho):
+        return np.linalg.inv(self.noise(rho))
+
+    @once
     def slope(self, rho):
         """Return the least-squares a, or 0 if it is negative."""
         parts = list(zip(self.w, self.t, self.m - self.b, strict=True))
@@ -95,7 +102,7 @@ class Twin:
 
     def by_image(self, x, c, rho):
         """Return L_c; without some images of class c, its weight and offset have the expectation of the whole."""
-        inverse, m, w = np.linalg.inv(self.noise(rho)), self.m[c] - self.b, self.whole.w[c]
+        inverse, m, w = self.inverse(rho), self.m[c] - self.b, self.whole.w[c]
         lost = 1 - self.n[c] / self.whole.n[c]
         weight, offset = w - lost * w**2 / 2, (1 - lost) * w**2 / 2
         return (weight * m @ inverse @ (x - self.b) - offset * m @ inverse @ m) / self.whole.w.max()
@@ -109,6 +116,7 @@ class Twin:
             found.append(both - both.mean(axis=0))
         return np.concatenate(found).T
 
+    @once
     def instead(self, rho, omega):
         """Return r: the slope of text scores on image scores of wrong classes, plus 0.15."""
         images, texts = self.pairs([c for c in range(self.classes) if self.named.t[c].any()], rho, omega)

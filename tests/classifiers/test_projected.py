@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from taught import in_tasks
-from test_bayes import CENTRES, CLASSES, DIM, SCALE, SINGLE, Twin, assert_least_loss, close, draw, lifted, photos
+from test_bayes import CENTRES, CLASSES, DIM, SCALE, SINGLE, Twin, assert_least_loss, close, draw, lifted, once, photos
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers import BayesClassifier, TextClassifier
@@ -39,6 +39,7 @@ class ProjectedTwin(Twin):
         self.x, self.named, self.texts = u, object.__new__(Twin), texts
         self.named.learn(projected(u), y, texts)
 
+    @once
     def without(self, i):
         twin, rows = object.__new__(ProjectedTwin), np.arange(len(self.x)) != i
         twin.layer = self.layer
