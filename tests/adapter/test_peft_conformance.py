@@ -2,10 +2,12 @@
 
 import copy
 import pickle
+from functools import cache
 
 import pytest
 import torch
-from adapted_clip import CONFIG, forget_digest, learned
+from adapted_clip import CONFIG, forget_digest, learned, shallow
+from copies import copies
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from reference import randn
 from safetensors.torch import load_file, save_file
@@ -28,20 +30,23 @@ class MLP(nn.Module):
         return self.lin1(self.lin0(pixel_values).relu())
 
 
+@cache
+def bases(kind, tiny_clip):
+    """Return copies of a base model with one block in each tower."""
+    clip = shallow(tiny_clip())
+    if kind is CLIPModel:
+        return copies(clip)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return copies((MLP() if kind is MLP else kind(clip.config.vision_config)).eval())
+
+
 class Case:
     """A class of models: how one is created, adapted and run."""
 
     def __init__(self, kind, tiny_clip):
-        self.kind, self.tiny_clip, self.mlp = kind, tiny_clip, kind is MLP
+        self.kind, self.base, self.mlp = kind, bases(kind, tiny_clip), kind is MLP
         self.inputs = randn(*((5, 10) if self.mlp else (2, 3, 16, 16)), seed=3)
-
-    def base(self):
-        clip = self.tiny_clip()
-        if self.kind is CLIPModel:
-            return clip
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            return (MLP() if self.mlp else self.kind(clip.config.vision_config)).eval()
 
     def config(self, **fields):
         if self.mlp:

@@ -3,7 +3,7 @@
 import adapted_clip
 import pytest
 import torch
-from adapted_clip import CONFIG, PIXELS
+from adapted_clip import CONFIG, PIXELS, shallow
 from peft import get_peft_model
 from reference import randn
 from torch import nn
@@ -35,7 +35,7 @@ class Whole(nn.Module):
 def case(request, head, tiny_clip):
     if request.param == "head":
         return head, FEATURES
-    model = adapted_clip.learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)))
+    model = adapted_clip.learned(get_peft_model(shallow(tiny_clip()), DualModeLoraConfig(**CONFIG)))
     return Whole(model, head).eval(), PIXELS
 
 
