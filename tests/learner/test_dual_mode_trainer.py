@@ -29,9 +29,12 @@ from dulbe_peft import (
     paper_arguments,
 )
 from dulbe_peft.checkpoints import unfinished
+from dulbe_peft.strategies import Strategy
+from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.trainer import accuracy
 
 PROMPT = {"prompt_template": "the digit {}."}
+ADAPTER = {"residual_rank": 2, "support_rank": 8, "target_modules": ["k_proj", "fc1"]}
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 
@@ -46,10 +49,18 @@ def base():
     return tiny_base()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_classifier():
+    """Let learners without named classifiers have a bridge ensemble only, because `bayes` takes longer than a task."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Dulbe, "classifiers", ("pooled_bridge",))
+        yield
+
+
 def adapted(base, adapter_name="default"):
     clip, processor = copy.deepcopy(base[0]), base[1]
     torch.manual_seed(0)
-    return get_peft_model(clip, DualModeLoraConfig(residual_rank=2, support_rank=8), adapter_name), processor
+    return get_peft_model(clip, DualModeLoraConfig(**ADAPTER), adapter_name), processor
 
 
 def arguments(folder, **fields):
@@ -115,7 +126,7 @@ def test_trainer_equals_the_learner_bit_for_bit(base, tasks, whole, tmp_path):
 
     A single trainer for all tasks, with the cosine schedule of transformers, gives the same up to rounding.
     """
-    expected = learner_of(base, classifiers=None, epochs=2, batch_size=8, **PROMPT)
+    expected = learner_of(base, classifiers=None, adapter=ADAPTER, epochs=2, batch_size=8, **PROMPT)
     model, processor = adapted(base)
     for task, ours in zip(tasks, whole, strict=True):
         expected.learn_task(task.train)
@@ -136,8 +147,9 @@ def test_trainer_equals_the_learner_bit_for_bit(base, tasks, whole, tmp_path):
     assert scores.argmax(1).tolist() == [expected.class_names.index(name) for name in expected.predict(tasks[0].test)]
 
 
-def test_paper_arguments_equal_the_learners_defaults(base, tasks, tmp_path):
+def test_paper_arguments_equal_the_learners_defaults(base, tasks, tmp_path, monkeypatch):
     """A trainer without arguments uses them too. Only the share of each update differs: the paper keeps all of it."""
+    monkeypatch.setattr(Dulbe, "classifiers", Strategy.classifiers)
     quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
     model, processor = adapted(base)
     paper = paper_arguments(str(tmp_path), **quiet)
@@ -147,7 +159,9 @@ def test_paper_arguments_equal_the_learners_defaults(base, tasks, tmp_path):
     defaults = LearnerArguments(precision=trainer.learner.args.precision, **the_papers)
     assert trainer.learner.args.portable() == defaults.portable()
     assert list(trainer.learner.classifiers) == ["bayes", "pooled_bridge"]
-    expected = learner_of(base, classifiers=None, epochs=defaults.epochs, batch_size=defaults.batch_size)
+    expected = learner_of(
+        base, classifiers=None, adapter=ADAPTER, epochs=defaults.epochs, batch_size=defaults.batch_size
+    )
     expected.learn_task(tasks[0].train)
     assert_alike(trainer.learner, expected)
     bare = DualModeTrainer(adapted(base)[0], processing_class=processor).args
@@ -161,7 +175,9 @@ def test_share_of_the_update_is_that_of_the_learner(base, tasks, tmp_path):
     """A number and "auto" act after the trainer's loop. A checkpoint does not hold how its task began."""
     for share in (0.25, "auto"):
         trainer = learn(trainer_of(base, tmp_path, PROMPT | {"update_share": share}), tasks[:1])
-        learner = learner_of(base, classifiers=None, epochs=2, batch_size=8, update_share=share, **PROMPT)
+        learner = learner_of(
+            base, classifiers=None, adapter=ADAPTER, epochs=2, batch_size=8, update_share=share, **PROMPT
+        )
         learner.learn_task(tasks[0].train)
         assert trainer.learner.record.update_share == learner.record.update_share
         assert_alike(trainer.learner, learner)
@@ -176,7 +192,7 @@ def test_share_of_the_update_is_that_of_the_learner(base, tasks, tmp_path):
 def test_augmented_training_equals_the_learner(base, tasks, tmp_path, teacher):
     settings = PROMPT | {"augment": "crop", "copies": 1, "teacher": teacher}
     trainer = learn(trainer_of(base, tmp_path, settings, num_train_epochs=1), tasks[:2])
-    expected = learner_of(base, classifiers=None, batch_size=8, **settings)
+    expected = learner_of(base, classifiers=None, adapter=ADAPTER, batch_size=8, **settings)
     for task in tasks[:2]:
         expected.learn_task(task.train)
     assert_equal(trainer.learner, expected)

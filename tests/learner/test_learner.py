@@ -43,7 +43,7 @@ def digits():
 
 
 def make_learner(base, seed=0, **fields):
-    return learner_of(base, classifiers=None, seed=seed, **QUICK | fields)
+    return learner_of(base, classifiers=("pooled_bridge",), seed=seed, **QUICK | fields)
 
 
 def stream(digits, count=3, increment=2):

@@ -5,11 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from lives import tiny_base
 from small_runs import learner_of, tasks_of
 
 from dulbe_peft import LearnerArguments
 from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.training.task_trainer import TaskTrainer, drawn_evenly
+
+
+@pytest.fixture(scope="module")
+def base():
+    return tiny_base()
 
 
 @pytest.fixture(scope="module")

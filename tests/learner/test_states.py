@@ -17,10 +17,16 @@ MAKERS = {
 }
 
 
+@pytest.fixture(scope="module")
+def two_tasks():
+    """Return a learner of two tasks, which no correction changes."""
+    return learned(tiny_learner("frozen", ("lda", "bayes:features=20")), 2)
+
+
 @pytest.mark.plain("forget")
 @pytest.mark.parametrize("name", MAKERS)
-def test_correction_returns_a_new_state_and_keeps_the_old(name):
-    learner = learned(tiny_learner("frozen", ("lda", "bayes")), 2)
+def test_correction_returns_a_new_state_and_keeps_the_old(name, two_tasks):
+    learner = two_tasks
     before, old = everything(learner), learner.state
     new = MAKERS[name](learner)
     assert not differences(everything(learner), before) and learner.state is old
@@ -45,7 +51,7 @@ def test_state_cannot_be_replaced_while_a_task_is_learned():
 
 
 def test_first_kept_classifier_makes_the_predictions():
-    learner = learned(tiny_learner("frozen", ("lda", "bayes", "prototype")), 1)
+    learner = learned(tiny_learner("frozen", ("lda", "ridge", "prototype")), 1)
     learner.keep_classifiers(["prototype", "lda"])
     assert list(learner.classifiers) == ["prototype", "lda"] and learner.classifier.name == "prototype"
     assert list(learner.evaluate(images_of(0, 1), ["a0", "b0"])["classifiers"]) == ["prototype", "lda"]

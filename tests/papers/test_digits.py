@@ -22,6 +22,7 @@ SPECS = {
     "vis": "ranpac:features=200",
 }
 FEW = ("dualprompt",)
+TRAIN_ADAPTERS = ("magmax", "lfi", "lfi:captions=3", "loda:towers=2")
 
 
 @pytest.mark.slow
@@ -32,14 +33,15 @@ FEW = ("dualprompt",)
 def test_learns_two_tasks_of_digits(spec, classifier, base, tmp_path):
     tasks, few = digit_tasks()[:2], slice(0, None, 8)
     options = {"learning_rate": "auto", "epochs": 2, "batch_size": 8, "prompt_template": "a photo of the digit {}."}
-    learner = learner_of(base, spec, (classifier,), **options)
+    adapter = None if spec in TRAIN_ADAPTERS else {"target_modules": ["visual_projection"]}  # one that stays at 0
+    learner = learner_of(base, spec, (classifier,), adapter, **options)
     for task in tasks:
         learner.learn_task([task.train[i] for i in range(len(task.train))][few], task.class_names)
     right = [learner.evaluate(task.test, task.class_names)["accuracy"] for task in tasks]
     assert sum(right) / 2 > (0.7 if "tokens" in spec else 0.9)  # a pool of tokens forgets: docs/results.md
-    batch = [tasks[number % 2].test[number]["image"] for number in range(24)]
+    batch = [tasks[number % 2].test[number]["image"] for number in range(9)]  # more than are encoded at once
     together = learner.image_embeds(batch)
-    for row in (0, 11, 23):
+    for row in (0, 5, 8):
         alone = learner.image_embeds([batch[row]])[0]
         torch.testing.assert_close(alone, together[row], rtol=0, atol=1e-6)
     learner.save_pretrained(tmp_path / "saved")

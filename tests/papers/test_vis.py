@@ -105,13 +105,14 @@ def test_store_never_returns_features_of_the_other_kind(tmp_path):
 
 @pytest.mark.slow
 def test_unprojected_learner_is_saved_merged_and_renamed_but_not_exported(tmp_path):
-    learner = learned(frozen(features="unprojected"), 1)
+    few = ("bayes:features=20", "lda")
+    learner = learned(frozen(few, features="unprojected"), 1)
     learner.save_pretrained(tmp_path / "saved")
     base = copy.deepcopy(tiny_base()[0])
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved", base)
     assert torch.equal(loaded.image_embeds(PIXELS), learner.image_embeds(PIXELS))
     assert loaded.args.features == "unprojected" and loaded.predict(PIXELS) == learner.predict(PIXELS)
-    other = learned(frozen(features="unprojected"), 1, 1)
+    other = learned(frozen(few, features="unprojected"), 1, 1)
     names = [*learner.class_names, *other.class_names]
     assert list(learner.merge(other).class_names) == names
     learner.rename_class(names[0], "renamed")
@@ -124,7 +125,7 @@ def test_unprojected_learner_is_saved_merged_and_renamed_but_not_exported(tmp_pa
         ClassIncrementalLearner.from_pretrained(
             tmp_path / "saved", copy.deepcopy(tiny_base()[0]), args=LearnerArguments(device="cpu", progress=False)
         )
-    plain = learned(frozen(), 1, 2)
+    plain = learned(frozen(few), 1, 2)
     for one, two in ((plain, loaded), (loaded, plain)):
         with pytest.raises(ValueError, match="encode images with different models or settings: encoding differ"):
             one.merge(two)
@@ -177,11 +178,11 @@ def test_other_dual_encoders_project_what_unprojected_reads(model_type):
 def test_names_are_compared_with_the_projection_of_unprojected_features(tmp_path):
     """With them, `text` is what it is on projected features, and `bayes` reads names, also in a fresh process."""
     base = str(save_encoder("clip", tmp_path / "base"))
-    learners = {}
+    learners, classifiers = {}, ("text", "bayes:features=20", "lda")
     for kind in ("projected", "unprojected"):
         args = LearnerArguments(device="cpu", progress=False, prompt_template="a {}.", features=kind)
         given = load_dual_encoder(base)
-        learner = ClassIncrementalLearner(*given, args=args, strategy="frozen", classifiers=("text", "bayes", "lda"))
+        learner = ClassIncrementalLearner(*given, args=args, strategy="frozen", classifiers=classifiers)
         learners[kind] = learned(learner, 2)
     plain, learner = learners.values()
     logits = {kind: each.classifiers["text"](each.image_embeds(PIXELS)) for kind, each in learners.items()}
@@ -189,7 +190,7 @@ def test_names_are_compared_with_the_projection_of_unprojected_features(tmp_path
     assert learner.predict(PIXELS) == plain.predict(PIXELS)
     bayes, weight = learner.classifiers["bayes"], learner.clip.visual_projection.weight
     assert bayes.text_embeds.any() and torch.equal(bayes.projection, weight)
-    assert bayes.sums.shape[1] == 32 + 16 + 500 and learner.classifiers["lda"].sums.shape[1] == 32
+    assert bayes.sums.shape[1] == 32 + 16 + 20 and learner.classifiers["lda"].sums.shape[1] == 32
     learner.rename_class("a0", "another")
     assert not torch.equal(bayes.text_embeds, learner.classifiers["bayes"].text_embeds)
     learner.save_pretrained(tmp_path / "saved")
@@ -219,7 +220,7 @@ def test_stream_on_unprojected_features_is_learned_again_from_its_features(tmp_p
 
 
 def test_adapters_may_change_the_tower_but_not_the_projection():
-    learner = learned(tiny_learner("lora", ("text", "bayes"), features="unprojected"), 2)
+    learner = learned(tiny_learner("lora", ("text", "bayes:features=20"), features="unprojected"), 2)
     assert learner.image_embeds(PIXELS).shape[1] == 32 and len(learner.predict(PIXELS)) == len(PIXELS)
     with pytest.raises(ValueError, match="but the projection that names need has a bias or an adapter"):
         tiny_learner("lora", ("text",), {"target_modules": ["visual_projection"]}, features="unprojected")

@@ -11,8 +11,9 @@ from documents import text_of
 from lives import QUICK, content, images_of, learned, stream, tiny_base, tiny_learner
 from peft import PeftModel, get_peft_model
 from stepping import adapted, features, new_task, step_of, texts
-from tiny_encoders import save_encoder
+from tiny_encoders import make_config, save_encoder
 from torch.nn import functional as F
+from transformers import CLIPModel
 
 from dulbe_peft import (
     STRATEGIES,
@@ -40,6 +41,8 @@ MATRICES = ("bofa", "cl_lora", "dulbe", "inflora", "keeplora", "loda", "lora_sub
 FACTORS = ("o_lora", "sd_lora")
 # A plain run takes one strategy of each kind: no training, matrices, factors, and all weights.
 FEW = ("dulbe", "frozen", "o_lora", "slca")
+# The other strategies take cheaper classifiers of the same kind than the default of most of them.
+CHEAPER = {"bayes": "lda", "pooled_bridge": "bridge"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,8 +58,9 @@ def _named_base(tmp_path_factory, digit_folders):
 
 def make_learner(name, **adapter):
     quick = {"ranpac": ":features=50", "bayes": ":features=50", "clap4clip": ":epochs=1", "clg_cbm": ":epochs=2"}
-    few = [key + quick.get(key, "") for key in make_strategy(name).classifiers]
-    return tiny_learner(SPECS.get(name, name), tuple(few), adapter, drift="linear", epochs=2)
+    chosen = [key if name in FEW else CHEAPER.get(key, key) for key in make_strategy(name).classifiers]
+    few = tuple(key + quick.get(key, "") for key in chosen)
+    return tiny_learner(SPECS.get(name, name), few, adapter, drift="linear", epochs=2)
 
 
 @pytest.mark.plain("dulbe")
@@ -245,15 +249,27 @@ def test_routing_both_trains_both_modes_with_the_structure_loss(tiny_clip):
         torch.testing.assert_close(shared[index], task_part + 0.7 * structure * (index < half), rtol=1e-4, atol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def four_blocks():
+    """A tiny CLIP whose vision tower has four blocks, as the files of ablations need, and its processor."""
+    config = make_config("clip")
+    config.vision_config.num_hidden_layers = 4
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return CLIPModel(config).eval(), tiny_base()[1]
+
+
 # The rows of the other files differ only in a number.
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["modes", "bridge", "places", "statistics"])
-def test_all_rows_of_an_ablation_learn_two_tasks(file, base):
+def test_all_rows_of_an_ablation_learn_two_tasks(file, four_blocks):
     plan = read_plan(ABLATIONS / f"{file}.yaml")
     for row in plan.methods:
-        settings = next(cell.settings for cell, _ in plan.cells() if cell.method == row)
+        settings, rows = next((cell.settings, rows) for cell, rows in plan.cells() if cell.method == row)
         strategy, config = make_strategy(settings["strategy"]), pick(DualModeLoraConfig, settings)
         args = pick(LearnerArguments, settings | QUICK | {"drift": "none"})
-        model = get_peft_model(copy.deepcopy(base[0]), config) if strategy.adapts else copy.deepcopy(base[0])
-        learner = ClassIncrementalLearner(model, base[1], args=args, strategy=strategy)
+        model = copy.deepcopy(four_blocks[0])
+        model = get_peft_model(model, config) if strategy.adapts else model
+        classifiers = [row.classifier for row in rows if ":" not in row.classifier]
+        learner = ClassIncrementalLearner(model, four_blocks[1], args, strategy, classifiers)
         assert len(learned(learner, 2).class_names) == 4
