@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
@@ -28,7 +28,7 @@ from dulbe_peft.classifiers.keeping import takes
 from dulbe_peft.classifiers.leaving import MOST_JUDGED, Left, in_turn
 from dulbe_peft.classifiers.ranpac import MOST_FEATURES, RandomLayer, random_layer
 from dulbe_peft.classifiers.rule import TextDim, linear, projected
-from dulbe_peft.classifiers.state import Fitted, Layout, State, once, per_class, shared
+from dulbe_peft.classifiers.state import Fitted, Layout, State, computing, once, per_class, shared
 from dulbe_peft.classifiers.text_prior import Fit, ProjectedFit
 from dulbe_peft.utils.settings import Positive
 
@@ -286,6 +286,21 @@ class Fits(Fitted):
             return ProjectedFit.of_both(means, counts, scatter, freedom, texts, self.rule.embed_dim)
         return Fit.of(means, counts, scatter, freedom, F.pad(texts, (0, means.shape[1] - self.rule.embed_dim)))
 
+    def beside(self, state: State) -> Fits:
+        """Return the fits to a state with the same W, f and texts, but other means; they take over the eigenvectors."""
+        same = {name: fit for name, fit in vars(self).items() if type(fit) is Fit and not fit.lone}
+        with computing():
+            return self.after(state).keep(**{name: self._moved(fit, state) for name, fit in same.items()})
+
+    def _moved(self, fit: Fit, state: State) -> Fit:
+        """Return what `Fit.of` would return for the means of a state."""
+        width = len(fit.centre)
+        means = state.sums[:, :width] / state.counts.to(state.sums)[:, None]
+        centre, counts = means.mean(dim=0), state.counts.to(means)
+        means = means - centre
+        total = float(state.scatter[:width, :width].trace() + counts @ means.square().sum(dim=1))
+        return replace(fit, total=total, centre=centre, means=means @ fit.vectors, counts=counts)
+
 
 class Choice(Fitted):
     """kappa, rho, the number of random features (0 or M), omega and T that make the labels most likely.
@@ -536,6 +551,10 @@ class Choice(Fitted):
 
     def after(self, state: State) -> Choice:
         return super().after(state).keep(mode=self.mode, best_temperature=self.best_temperature)
+
+    def beside(self, state: State) -> Choice:
+        self.fits.beside(state)
+        return self.after(state)
 
 
 @dataclass(frozen=True, eq=False)

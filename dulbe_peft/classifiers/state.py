@@ -257,6 +257,10 @@ class Fitted:
         """Return what follows from a state without some images, with the choices that were made with these images."""
         return self.of(self.rule, state)
 
+    def beside(self, state: State) -> Self:
+        """Return as `after` what follows from a state in which only the class means and numbers of images differ."""
+        return self.after(state)
+
     def chosen(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Choose values of tensors on held-out images of new classes, which the state has not learned.
 

@@ -244,7 +244,9 @@ def refitted(
         if not len(here):
             continue
         left, places = sums.without(rows[here], labels[here]), here.cpu()
-        fewer[places] = as_many[places] = scores_with(classifier, left, images[here])
+        without = state.replaced(changed(left) | {"scatter": left.scatter, "freedom": torch.tensor(left.freedom)})
+        fitted, tested = classifier.rule.fitted(state).after(without), images[here].float().to(state.device)
+        fewer[places] = as_many[places] = classifier.rule.scores(without, tested).cpu().float()
         alone = labels[here].bincount(minlength=len(counts))[labels[here]] == size[here]
         if alone.any():
             own = labels[here][alone]
@@ -252,15 +254,12 @@ def refitted(
             means, numbers = left.means.clone(), left.counts.clone()
             ratio = ((1 + 1 / n) / (1 + 1 / (n - 1))).sqrt()[:, None]
             means[own], numbers[own] = one - ratio * (one - means[own]), counts[own]
-            moved = replace(left, means=means, counts=numbers)
-            as_many[places] = scores_with(classifier, moved, images[here])
+            moved = without.replaced(changed(replace(left, means=means, counts=numbers)))
+            fitted.beside(moved)
+            as_many[places] = classifier.rule.scores(moved, tested).cpu().float()
     return fewer, as_many
 
 
-def scores_with(classifier: Classifier, sums: Sums, images: Tensor) -> Tensor:
-    """Return the scores, (n, C), of unit features by a copy of the classifier with other sums, but its settings."""
-    state = classifier.state
-    changes = {"sums": sums.means * sums.counts[:, None], "counts": sums.counts, "scatter": sums.scatter}
-    left = state.replaced(changes | {"freedom": torch.full_like(state.freedom, sums.freedom)})
-    classifier.rule.fitted(state).after(left)
-    return classifier.rule.scores(left, images.float().to(state.device)).cpu().float()
+def changed(sums: Sums) -> dict[str, Tensor]:
+    """Return the sums and numbers of images of each class as the tensors of a `ClassSums` by name."""
+    return {"sums": sums.means * sums.counts[:, None], "counts": sums.counts}

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from small_runs import learner_of, results_with
 from taught import clusters, in_tasks
 
 from dulbe_peft import ClassIncrementalLearner, class_incremental_tasks
+from dulbe_peft.classifiers.bayes import Fits
 from dulbe_peft.data.store import open_store
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.report.advice import estimated, recommended
@@ -141,6 +143,25 @@ def test_left_out_images_are_scored_by_a_classifier_that_has_not_learned_them(sp
                 expected = rows[gone, : weight.shape[1]] @ weight.T + bias
                 expected = (expected / choice.unit).float()
             torch.testing.assert_close(found[gone], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("counts", [[3, 5, 4], [1, 1, 1]], ids=["several images", "single images"])
+def test_other_means_beside_the_same_scatter_need_no_further_decomposition(counts, monkeypatch):
+    """If no class has two images, the means make the scatter, so that it is decomposed again."""
+    classifier = in_tasks("bayes:features=5", *clusters(counts, 6), increment=3)
+    rule, state = classifier.rule, classifier.state
+    moved = state.replaced({"sums": 1.1 * state.sums.flip(0), "counts": state.counts + 1})
+    for name in ("plain", "random"):
+        expected, fits = vars(getattr(Fits(rule, moved), name)), Fits.of(rule, state)
+        _ = getattr(fits, name)
+        with monkeypatch.context() as patch:
+            decompose = Mock(side_effect=torch.linalg.eigh)
+            patch.setattr(torch.linalg, "eigh", decompose)
+            fits.beside(moved)
+            found = vars(getattr(Fits.of(rule, moved), name))
+        assert decompose.called == (counts == [1, 1, 1])
+        for key, value in expected.items():
+            assert torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value, key
 
 
 def test_few_classes_are_estimated_within_five_points_of_the_test():
