@@ -287,7 +287,7 @@ class Fits(Fitted):
         return Fit.of(means, counts, scatter, freedom, F.pad(texts, (0, means.shape[1] - self.rule.embed_dim)))
 
     def beside(self, state: State) -> Fits:
-        """Return the fits to a state with the same W, f and texts, but other means; they take over the eigenvectors."""
+        """Return the fits to a state with the same W, f and texts but other means: the eigenvectors stay."""
         same = {name: fit for name, fit in vars(self).items() if type(fit) is Fit and not fit.lone}
         with computing():
             return self.after(state).keep(**{name: self._moved(fit, state) for name, fit in same.items()})
