@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from annotated_types import Ge, Le
@@ -371,7 +372,8 @@ class Choice(Fitted):
             losses = table[~found].sum(dim=0)
             if not len(table) or float(losses.min()) > (1 - LEAST_TOLD) * float(losses[0, 0]):
                 return nothing
-            omega, scale = torch.unravel_index(losses.argmin(), losses.shape)
+            # torch.unravel_index would import sympy, which takes most of a second.
+            omega, scale = np.unravel_index(int(losses.argmin()), losses.shape)
             beyond = (table[:, omega, scale] / uniform.clamp_min(1e-300) - 1) * shown.to(table)
             found = (beyond * math.log(self.classes) > BEYOND) & given & (uniform > 0)
         return found
@@ -488,7 +490,7 @@ class Choice(Fitted):
         kappas, rhos = (torch.tensor(grid).to(self.penalised) for grid in (rule.kappas, rule.rhos))
         prior = ((kappas / usual).log()[:, None] ** 2 + (rhos / USUAL_RHO).log() ** 2) / 2
         best = self.penalised.amin(dim=(3, 4)) + prior
-        table, number, place = torch.unravel_index(best.argmin(), best.shape)
+        table, number, place = np.unravel_index(int(best.argmin()), best.shape)
         return rule.kappas[number], rule.rhos[place], rule.numbers[table], self.omega
 
     @once
