@@ -102,18 +102,31 @@ def test_probabilities_of_answers_follow_what_is_learned(folder, heap, tmp_path)
     assert all(after[name]["shown"] == colour(name) for name in after)
 
 
+def given(app):
+    """Label six photographs red, of which five are learned, and the seventh as none; return the names of all."""
+    return [*(label(app, "red") for _ in range(6)), label(app, "")]
+
+
+@pytest.fixture(scope="module")
+def labelled(folder, tmp_path_factory):
+    """A heap of photographs, and the output folder of a server to which labels were `given`, with their names."""
+    root = tmp_path_factory.mktemp("labelled")
+    heap = heap_of(root / "heap", "north", "south")
+    return heap, root / "taught", given(start(folder, root / "taught", heap))
+
+
 @pytest.mark.plain("learned-True-taken away", "waits-True-new", "none-False-none")
 @pytest.mark.parametrize("to", ["green", "lime", "", None], ids=["known", "new", "none", "taken away"])
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("which", ["learned", "waits", "none"])
-def test_each_label_is_corrected_and_the_correction_undone(folder, heap, tmp_path, which, restart, to):
-    output = tmp_path / "taught"
-    app = start(folder, output, heap)
-    names = [label(app, "red") for _ in range(6)]
-    none = label(app, "")
-    name = {"learned": names[0], "waits": names[5], "none": none}[which]
+def test_each_label_is_corrected_and_the_correction_undone(folder, labelled, tmp_path, which, restart, to):
+    (heap, taught, names), output = labelled, tmp_path / "taught"
     if restart:
-        app = start(folder, output, heap)
+        shutil.copytree(taught, output)
+    app = start(folder, output, heap)
+    if not restart:
+        assert given(app) == names
+    name = {"learned": names[0], "waits": names[5], "none": names[6]}[which]
     if (which, to) == ("none", ""):
         assert correct(app, name, "")["undo"] == app.facts()["undo"] and kept(output)[name] == ""
         return

@@ -19,7 +19,6 @@ from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import similar_names
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.loading import load_dual_encoder, unit_image_embeds
-from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.report import write_report
 from dulbe_peft.streams import progress
@@ -286,10 +285,10 @@ def test_task_that_lost_all_its_classes_is_still_counted(base, digits, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_photograph_in_another_folder_than_before_is_moved(digit_folders, tmp_path, capsys, again):
+def test_photograph_in_another_folder_than_before_is_moved(digit_folders, tiny_model, tmp_path, capsys, again):
     """The round of the pages: photographs are learned, some are found to be in the wrong folder, and learned again."""
     june = shutil.copytree(digit_folders(3, 6, 0), tmp_path / "june")
-    first = ["run", "--data", str(june), "--model", str(demo_model_folder()), "--classifiers", "bayes,lda"]
+    first = ["run", "--data", str(june), "--model", str(tiny_model), "--classifiers", "bayes:features=20,lda"]
     assert main([*first, "--output", str(tmp_path / "out"), "--device", "cpu", "--no-progress"]) == 0
     for number, file in enumerate(sorted((june / "train" / "zero").iterdir())[:2]):
         file.rename(june / "train" / "one" / f"moved-{number}.png")
@@ -318,10 +317,10 @@ def test_photograph_in_another_folder_than_before_is_moved(digit_folders, tmp_pa
 
 
 @pytest.mark.slow
-def test_photographs_of_another_known_class_stay_with_no_update(digit_folders, tmp_path, capsys):
+def test_photographs_of_another_known_class_stay_with_no_update(digit_folders, tiny_model, tmp_path, capsys):
     june = shutil.copytree(digit_folders(3, 6, 0), tmp_path / "june")
     shutil.move(june / "train" / "two", tmp_path / "two")
-    first = ["run", "--data", june, "--model", demo_model_folder(), "--classifiers", "bayes", *MACHINE]
+    first = ["run", "--data", june, "--model", tiny_model, "--classifiers", "bayes:features=20", *MACHINE]
     assert main([*map(str, first), "--output", str(tmp_path / "out")]) == 0
     shutil.move(tmp_path / "two", june / "train" / "two")
     one, other = sorted((june / "train" / "zero").iterdir())[:2]
@@ -335,14 +334,27 @@ def test_photographs_of_another_known_class_stay_with_no_update(digit_folders, t
 
 
 @pytest.mark.slow
-def test_names_of_new_classes_are_printed_with_the_known_one_they_resemble(digit_folders, tmp_path, capsys):
+def test_names_of_new_classes_are_printed_with_the_known_one_they_resemble(
+    digit_folders, tiny_model, tmp_path, capsys
+):
     photos = digit_folders(3, 4, 0)
     june = tmp_path / "june"
     for name in ("one", "two"):
         shutil.copytree(photos / "train" / name, june / "train" / name)
     shutil.copytree(photos / "train" / "zero", tmp_path / "july" / "train" / "ones")
-    run = ["run", "--data", june, "--model", demo_model_folder(), "--output", tmp_path / "out", "--no-progress"]
-    assert main([*map(str, run), "--device", "cpu"]) == 0
+    run = [
+        "run",
+        "--data",
+        june,
+        "--model",
+        tiny_model,
+        "--output",
+        tmp_path / "out",
+        "--classifiers",
+        "lda",
+        *MACHINE,
+    ]
+    assert main([*map(str, run)]) == 0
     capsys.readouterr()
     learn = ["learn", tmp_path / "out", "--data", tmp_path / "july", "--output", tmp_path / "more", "--no-progress"]
     assert main([*map(str, learn), "--device", "cpu"]) == 0

@@ -8,16 +8,22 @@ import pytest
 from small_runs import call
 
 from dulbe_peft import ClassIncrementalLearner
-from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.utils.files import read_csv
 
-MODEL = ["--model", demo_model_folder(), "--classifiers", "lda"]
 
-
-@pytest.fixture
-def photos(digit_folders, tmp_path):
+@pytest.fixture(scope="module")
+def photos(digit_folders):
     """Return a folder of four digits with eight images each."""
-    return shutil.copytree(digit_folders(4, 8, 1) / "train", tmp_path / "photos")
+    return digit_folders(4, 8, 1) / "train"
+
+
+@pytest.fixture(scope="module")
+def out(photos, tiny_model, tmp_path_factory):
+    """Return the folder of a run that tests on a quarter of the photographs."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    words = ["--model", tiny_model, "--classifiers", "lda", "--test-fraction", "0.25"]
+    assert call("run", "--data", photos, *words, "--output", out) == 0
+    return out
 
 
 def figures(capsys, *words):
@@ -26,9 +32,7 @@ def figures(capsys, *words):
     return json.loads(said.out), said.err
 
 
-def test_evaluate_tests_only_on_images_that_were_not_learned(photos, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert call("run", "--data", photos, *MODEL, "--output", out, "--test-fraction", "0.25") == 0
+def test_evaluate_tests_only_on_images_that_were_not_learned(photos, out, tmp_path, capsys):
     results = json.loads((out / "results.json").read_text())
     capsys.readouterr()
     for path in (out / "task-001", out):
@@ -61,9 +65,8 @@ def write_labels(path, photos, corrected, renamed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("held_out", [True, False], ids=["held out again", "without a word on tests"])
-def test_corrected_labels_of_tests_are_used_and_counted(photos, tmp_path, capsys, held_out):
-    out, labels = tmp_path / "out", tmp_path / "fixed.csv"
-    assert call("run", "--data", photos, *MODEL, "--output", out, "--test-fraction", "0.25") == 0
+def test_corrected_labels_of_tests_are_used_and_counted(photos, out, tmp_path, capsys, held_out):
+    labels = tmp_path / "fixed.csv"
     tests = read_csv(out / "predictions.csv")[1:]
     corrected = [row[0] for row in tests if row[1] == "one"]
     write_labels(labels, photos, corrected, "two")
@@ -84,9 +87,8 @@ def test_corrected_labels_of_tests_are_used_and_counted(photos, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_test_that_gets_a_new_class_is_no_longer_a_test_of_the_old_one(photos, tmp_path, capsys):
-    out, labels = tmp_path / "out", tmp_path / "fixed.csv"
-    assert call("run", "--data", photos, *MODEL, "--output", out, "--test-fraction", "0.25") == 0
+def test_test_that_gets_a_new_class_is_no_longer_a_test_of_the_old_one(photos, out, tmp_path, capsys):
+    labels = tmp_path / "fixed.csv"
     tests = read_csv(out / "predictions.csv")[1:]
     corrected = [row[0] for row in tests if row[1] == "one"]
     write_labels(labels, photos, corrected, "lowercase l")

@@ -240,9 +240,9 @@ def test_groups_reach_the_tasks_and_the_record_of_a_run(items, tmp_path, capsys)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "interrupted"])
-def test_run_with_other_groups_than_before_is_refused_by_name(items, tmp_path, capsys, finished):
+def test_run_with_other_groups_than_before_is_refused_by_name(items, tiny_model, tmp_path, capsys, finished):
     out, named = tmp_path / "out", ["--group", "folder"]
-    command = ["run", "--data", items, "--model", demo_model_folder(), "--classifiers", "prototype"]
+    command = ["run", "--data", items, "--model", tiny_model, "--classifiers", "prototype"]
     ways = (([], named), (named, []), (named, ["--group", "(?:ant|bee)/(item .)/"]))
     for number, (first, then) in enumerate(ways):
         here = [*command, "--increment", "1", "--output", out / str(number)]

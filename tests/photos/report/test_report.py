@@ -40,6 +40,12 @@ def runs(tmp_path_factory):
     }
 
 
+@pytest.fixture(scope="module")
+def untested(tmp_path_factory):
+    """Return a finished run that does not train and has no test images."""
+    return learn(tmp_path_factory.mktemp("untested") / "run", strategy="frozen", tests=False)
+
+
 def rows_of(path):
     """Return the rows of a CSV file, without the apostrophes that make texts safe for spreadsheets."""
     with open(path, newline="", encoding="utf-8") as file:
@@ -297,9 +303,11 @@ ESTIMATES = {
 
 @pytest.mark.parametrize("tests", [True, False], ids=["tested", "untested"])
 @pytest.mark.parametrize("kind", ESTIMATES)
-def test_page_says_all_that_the_console_says_about_the_data_and_the_estimates(tmp_path, capsys, kind, tests):
+def test_page_says_all_that_the_console_says_about_the_data_and_the_estimates(
+    runs, untested, tmp_path, capsys, kind, tests
+):
     """What stands on the console only is read once and then lost."""
-    out = learn(tmp_path / "run", strategy="frozen", tests=tests)
+    out = shutil.copytree(runs["frozen"] if tests else untested, tmp_path / "run")
     file = max(out.glob("task-*")) / LEARNER_FILE
     facts = json.loads(file.read_text())
     file.write_text(json.dumps(facts | {"estimates": {"classes": ["a", "b", "c"], **ESTIMATES[kind]}}))
@@ -312,8 +320,8 @@ def test_page_says_all_that_the_console_says_about_the_data_and_the_estimates(tm
     assert [line for line in said if line.lower() not in words] == []
 
 
-def test_report_on_a_run_without_test_images(tmp_path, monkeypatch):
-    run = learn(tmp_path / "run", strategy="frozen", tests=False)
+def test_report_on_a_run_without_test_images(untested, tmp_path, monkeypatch):
+    run = shutil.copytree(untested, tmp_path / "run")
     assert {"predictions.csv", "pictures", "accuracy.png"}.isdisjoint(path.name for path in run.iterdir())
     page = page_of(run, tmp_path / "page.html")
     assert (
