@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from adapted_clip import CONFIG, learned
+from adapted_clip import CONFIG, learned, shallow
 from peft import get_peft_model
 from reference import randn
 from torch.nn import functional as F
@@ -42,9 +42,9 @@ def graphs(monkeypatch):
 
 @pytest.fixture
 def model(tiny_clip):
-    settings = tiny_clip().config.vision_config
-    settings.num_hidden_layers = 1
-    return learned(get_peft_model(CLIPVisionModelWithProjection(settings), DualModeLoraConfig(**CONFIG))).train()
+    settings, targets = shallow(tiny_clip()).config.vision_config, ["k_proj", "fc1"]
+    config = DualModeLoraConfig(**CONFIG, target_modules=targets)
+    return learned(get_peft_model(CLIPVisionModelWithProjection(settings), config)).train()
 
 
 def losses(model, rows):
