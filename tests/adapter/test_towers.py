@@ -24,9 +24,18 @@ TOWERS = [
 
 
 @cache
+def encoders(model_type):
+    """Return copies of an encoder with one block in its vision tower."""
+    model = make_model(model_type)
+    model.vision_model.encoder.layers = model.vision_model.encoder.layers[:1]
+    model.config.vision_config.num_hidden_layers = 1
+    return copies(model)
+
+
+@cache
 def towers_alone(model_type, name):
     """Return copies of an encoder's vision tower as a model of its own, with the encoder's weights."""
-    encoder = make_model(model_type)
+    encoder = encoders(model_type)()
     config = copy.deepcopy(encoder.config.vision_config)
     if "Projection" in name:
         config.projection_dim = encoder.config.projection_dim
@@ -61,7 +70,7 @@ def test_every_encoder_has_a_tower_of_its_own():
 def test_adapter_moves_between_an_encoder_and_its_vision_tower(model_type, name, targets, tmp_path):
     inputs = pixels(model_type)
     tower = towers_alone(model_type, name)
-    whole = learned(get_peft_model(make_model(model_type), DualModeLoraConfig(**CONFIG, target_modules=targets)))
+    whole = learned(get_peft_model(encoders(model_type)(), DualModeLoraConfig(**CONFIG, target_modules=targets)))
     whole.save_pretrained(tmp_path / "whole")
     expected = states(whole, inputs)
     alone = PeftModel.from_pretrained(tower(), tmp_path / "whole")
@@ -75,6 +84,6 @@ def test_adapter_moves_between_an_encoder_and_its_vision_tower(model_type, name,
     assert len(layers) == len(whole.dual_mode_layers())  # the pooling head and the projections are left alone
     assert all("layers." in layer for layer in layers)
     learned(fresh).save_pretrained(tmp_path / "alone")
-    back = PeftModel.from_pretrained(make_model(model_type), tmp_path / "alone")
+    back = PeftModel.from_pretrained(encoders(model_type)(), tmp_path / "alone")
     assert torch.equal(states(back, inputs), states(fresh, inputs))
     assert not torch.equal(states(back, inputs), expected)
