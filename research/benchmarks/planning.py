@@ -60,9 +60,10 @@ def measured(values: Any, stream: str, count: str, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     clip, processor = load_dual_encoder(model)
     number = "all" if count == "all" else int(count)
-    args = LearnerArguments(
-        seed=seed, device="cpu", precision="float32", progress=False, planning_images=number, prompt_template=template
+    fields: dict[str, Any] = {"prompt_template": template, "planning_images": number} | (
+        {"epochs": 1} if values.quick else {}
     )
+    args = LearnerArguments(seed=seed, device="cpu", precision="float32", progress=False, **fields)
     network = get_peft_model(clip, DualModeLoraConfig(support_rank=rank))
     learner = ClassIncrementalLearner(network, processor, args, "dulbe", CLASSIFIERS)
     captured: list[float] = []

@@ -151,7 +151,7 @@ def parts(
         train, test = (taken(each) for each in (train, test))
     return (
         "demo",
-        class_incremental_tasks(train, test, names, increment=2, seed=seed),
+        class_incremental_tasks(train, test, names, increment=4 if values.quick else 2, seed=seed),
         None,
         fields,
         {"support_rank": 16},

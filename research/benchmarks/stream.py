@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     shape = f"{values.tasks} x {values.num_images} images, {values.epochs} epochs"
     rows = []
     for precision in values.precision:
-        run(argparse.Namespace(**{**vars(values), "tasks": 1, "num_images": values.batch}), precision)  # warm-up
+        if not values.quick:
+            run(argparse.Namespace(**{**vars(values), "tasks": 1, "num_images": values.batch}), precision)  # warm-up
         seconds = [run(values, precision) for _ in range(values.repeats)]
         where = f"stream of {shape}, {common.model_name(values.model)}, {precision}"
         for phase in ("total", *PHASES):

@@ -16,7 +16,7 @@ from lives import content
 from processes import Process, run
 
 from dulbe_peft.data.store import FeatureStore
-from dulbe_peft.utils.folders import LOCK_SUFFIX, clear_leftovers, commit_folder, read_manifest
+from dulbe_peft.utils.folders import LOCK_SUFFIX, clear_leftovers, read_manifest
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("DULBE_PEFT_KILLS", "2"))
@@ -131,41 +131,8 @@ def test_killed_predict_completes_its_table_when_repeated(reference, arguments, 
     assert predict(folder).wait(120) == 0 and content(folder) == expected
 
 
-def every_commit_that_dies(folder):
-    """Replace `folder/1/saved`, `folder/2/saved`, ... in one process each, until a process survives.
-
-    Each process dies one step later than the previous one. They are forked, because everything is imported here.
-    """
-    for call in range(1, 200):
-        saved = folder / str(call) / "saved"
-        commit_folder(saved, "learner", lambda temporary: (temporary / "a").write_text("old") and None)
-        child = os.fork()
-        if not child:
-            commit_and_die(saved, call)
-        _, status = os.waitpid(child, 0)
-        if not os.WIFSIGNALED(status):
-            sys.exit(os.waitstatus_to_exitcode(status))
-        assert os.WTERMSIG(status) == signal.SIGKILL
-
-
-def commit_and_die(folder, call):
-    """Replace a folder, and die before step number `call` that changes the disk."""
-    steps = iter(range(1, 1000))
-
-    def hook(event, arguments):
-        writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if (writes or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir")) and next(steps) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-    commit_folder(folder, "learner", lambda temporary: (temporary / "a").write_text("new") and None)
-    os._exit(0)
-
-
 def test_commit_killed_at_any_step_leaves_the_old_or_the_new_folder(tmp_path):
-    code = "import sys, pathlib; sys.path[:0] = sys.argv[2:]; import test_crash; "
-    code += "test_crash.every_commit_that_dies(pathlib.Path(sys.argv[1]))"
-    run("-c", code, tmp_path, Path(__file__).parent, *sys.path, check=True)
+    subprocess.run([sys.executable, Path(__file__).with_name("dying_commits.py"), tmp_path], check=True)
     *dead, alive = sorted((int(path.name), path / "saved") for path in tmp_path.iterdir())
     assert len(dead) > 10 and (alive[1] / "a").read_text() == "new"
     contents = []
