@@ -61,8 +61,8 @@ class Encoder(TextEncoder):
         self._tower_facts = ImageTowerFacts()
         self._tower: tuple[str, backends.Tower | None] = ("", None)  # digest of the weights, and their exported tower
         self._trains = False  # a tower that every task changes is not exported
-        # Whether every position in a batch rounds in the same way, by backend and number of threads.
-        self._positions_equal: dict[tuple[str, int], bool] = {}
+        # Whether every position in a batch rounds in the same way, by backend, number of threads and `_shapes`.
+        self._positions_equal: dict[tuple[str, int, tuple[object, ...]], bool] = {}
         tower = loading.unit_image_embeds
         self._trained_tower = torch.compile(tower) if args.torch_compile else tower
 
@@ -358,14 +358,26 @@ class Encoder(TextEncoder):
         """Encode this process's rows, and return the unit features of all `total` images of the batch, (total, d)."""
         return processes.gather_rows(self.image_embeds(pixels, queries), total)
 
+    @property
+    def _shapes(self) -> tuple[object, ...]:
+        """What the products with the adapters' tensors are: their shapes, and whether they are made at all."""
+        found = list[object]()
+        for layer in self.clip.modules():
+            if isinstance(layer, BaseTunerLayer):
+                found += [layer.merged, layer.disable_adapters, getattr(layer, "held_adapter", None)]
+                found += [tensor.shape for tensor in (*layer.parameters(), *layer.buffers())]
+        return tuple(found)
+
     def _positions_agree(
         self, encode: Callable[[torch.Tensor], torch.Tensor], image: torch.Tensor, backend: str
     ) -> bool:
         """Return whether an image, (1, ...), has the same features bit by bit at every position of a batch.
 
-        This depends on the processor: with AVX2, for instance, MKL rounds the last rows of a product differently.
+        This depends on the processor: with AVX2, for instance, MKL rounds the last rows of a product differently. It
+        depends on the shapes of products, too, so a history that has grown is measured again.
         """
-        key = backend if self.encoding is None else self.encoding.digest, torch.get_num_threads()
+        way = backend if self.encoding is None else self.encoding.digest
+        key = way, torch.get_num_threads(), self._shapes
         if key not in self._positions_equal:
             features = encode(image.repeat(CPU_BATCH, *[1] * (image.ndim - 1)))
             self._positions_equal[key] = bool((features == features[0]).all())

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lives import images_of, learned, tiny_learner
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from safetensors.torch import load_file, save_file
@@ -164,7 +165,7 @@ def test_cpu_encodes_full_batches_or_single_images(base, photos, monkeypatch, al
         features = encode(pixels)
         return features if alike else features + torch.arange(len(features))[:, None] * 2.0**-24
 
-    known = {("torch", torch.get_num_threads()): True} if alike else {}
+    known = {("torch", torch.get_num_threads(), ()): True} if alike else {}
     monkeypatch.setattr(learner.encoder, "image_embeds", recorded)
     monkeypatch.setattr(learner.encoder, "_positions_equal", known)
     images = ImageFolder(photos, "train")
@@ -175,6 +176,24 @@ def test_cpu_encodes_full_batches_or_single_images(base, photos, monkeypatch, al
     sizes.clear()
     learner.predict(images.at(range(3)))
     assert sizes == [1] * 3
+
+
+def test_positions_are_compared_again_when_the_history_has_grown(monkeypatch):
+    """A loaded learner compares them with its own history, and must encode in the same way."""
+    learner, sizes, images = tiny_learner(), list[int](), [pixels for pixels, _ in images_of(*range(9))]
+    encode = learner.encoder.image_embeds
+
+    def recorded(pixels, queries=None):
+        sizes.append(len(pixels))
+        features, alike = encode(pixels, queries), learner.model.history_rank > 3
+        return features if alike else features + torch.arange(len(features))[:, None] * 2.0**-24
+
+    monkeypatch.setattr(learner.encoder, "image_embeds", recorded)
+    for index, expected in enumerate(([1] * 9, [CPU_BATCH] * 2)):
+        learned(learner, 1, index)
+        assert learner.model.history_rank == 3 * (index + 1)
+        learner.image_embeds(images)
+        assert sizes[-len(expected) :] == expected
 
 
 # ---------------------------------------------------------------------- the file

@@ -1,6 +1,7 @@
 """Test which share of a task's update is kept: a given one, and the one that "auto" chooses after the training."""
 
 import copy
+from functools import cache
 
 import numpy as np
 import pytest
@@ -29,9 +30,23 @@ def tasks(digit_folders):
 
 
 def make(base, share="auto", strategy="dulbe", **fields):
-    targets = make_strategy(strategy).target_modules
-    adapter = ({"target_modules": list(targets)} if targets else {}) | fields.pop("adapter", {})
-    return learner_of(base, strategy, update_share=share, learning_rate=1e-2, adapter=adapter, **fields)
+    targets = make_strategy(strategy).target_modules or ("k_proj", "fc1")
+    adapter = {"target_modules": list(targets)} | fields.pop("adapter", {})
+    quick = {"learning_rate": 1e-2, "pixel_cache_mb": 1024}
+    return learner_of(base, strategy, update_share=share, adapter=adapter, **quick | fields)
+
+
+@pytest.fixture(scope="module")
+def first(base, tasks):
+    """Return a function that returns a learner of the first task; the same arguments train once."""
+
+    @cache
+    def once(share, strategy):
+        learner = make(base, share, strategy)
+        learner.learn_task(tasks[0].train)
+        return learner
+
+    return lambda share, strategy="dulbe": copy.deepcopy(once(share, strategy))
 
 
 def weights(learner):
@@ -61,11 +76,9 @@ class Started(TaskTrainer):
 
 @pytest.mark.plain("dulbe")
 @pytest.mark.parametrize("strategy", FOLDING)
-def test_first_task_leaves_the_share_of_its_update(base, tasks, strategy):
+def test_first_task_leaves_the_share_of_its_update(first, strategy):
     """The vision tower has that share of what the same training changes, up to rounding; the text tower has all."""
-    kept, whole = make(base, 0.25, strategy), make(base, 1.0, strategy)
-    for learner in (kept, whole):
-        learner.learn_task(tasks[0].train)
+    kept, whole = first(0.25, strategy), first(1.0, strategy)
     assert kept.record.update_share == 0.25 and whole.record.update_share == 1
     for name, update in updates(whole).items():
         scale = 1.0 if "text" in name else 0.25
@@ -74,13 +87,11 @@ def test_first_task_leaves_the_share_of_its_update(base, tasks, strategy):
 
 @pytest.mark.plain("dulbe")
 @pytest.mark.parametrize("strategy", FOLDING)
-def test_later_task_moves_the_share_of_the_way(base, tasks, strategy):
+def test_later_task_moves_the_share_of_the_way(first, tasks, strategy):
     """From the same first task, the vision tower's change by the second one is the share of the whole change."""
-    first = make(base, 0.5, strategy)
-    first.learn_task(tasks[0].train)
-    before, results = updates(first), {}
+    before, results = updates(first(0.25, strategy)), {}
     for share in (0.25, 1.0):
-        learner = copy.deepcopy(first)
+        learner = first(0.25, strategy)
         learner.change_settings(LearnerArguments(**vars(learner.args) | {"update_share": share}))
         learner.learn_task(tasks[1].train)
         results[share] = updates(learner)
@@ -187,9 +198,8 @@ def test_auto_learns_the_same_as_its_chosen_share(base, tasks):
         assert_equal(chosen.head.tensors(), given.head.tensors())
 
 
-def test_closing_pass_sees_the_model_that_remains(base, tasks):
-    learner = make(base, 0.25)
-    learner.learn_task(tasks[0].train)
+def test_closing_pass_sees_the_model_that_remains(first, tasks):
+    learner = first(0.25)
     features = learner.image_embeds(tasks[0].train)
     assert torch.allclose(learner.closing.features, features, atol=1e-6)
 
@@ -210,9 +220,8 @@ def test_share_is_saved_and_continued(base, tasks, tmp_path, capsys):
     assert torch.equal(loaded.image_embeds(tasks[0].test), whole.image_embeds(tasks[0].test))
 
 
-def test_frozen_strategy_chooses_no_share(base, tasks):
-    learner = make(base, strategy="frozen")
-    learner.learn_task(tasks[0].train)
+def test_frozen_strategy_chooses_no_share(first):
+    learner = first("auto", "frozen")
     assert learner.record.update_share is None
 
 
@@ -220,8 +229,8 @@ def test_frozen_strategy_chooses_no_share(base, tasks):
 @pytest.mark.parametrize("strategy", ["magmax", "sd_lora", "bofa", "l2p"])
 def test_strategies_without_a_share_keep_all_and_refuse_another(base, tasks, strategy):
     with pytest.raises(ValueError, match=rf"update_share is 0.5, but the strategy '{strategy}' does not go on"):
-        make(base, 0.5, strategy, classifiers=None)
-    learner = make(base, "auto", strategy, classifiers=None)
+        make(base, 0.5, strategy, classifiers=("lda",))
+    learner = make(base, "auto", strategy, classifiers=("lda",))
     learner.learn_task(tasks[0].train)
     assert learner.record.update_share == 1
 
@@ -317,11 +326,10 @@ def test_kept_share_is_in_the_results(base, tasks, tmp_path):
     assert results["kept"] == [{"after": 1, "share": 0.5}]
 
 
-def test_keep_warns_of_statistics_and_refuses_what_has_no_share(base, tasks):
-    learner = make(base, 1.0)
+def test_keep_warns_of_statistics_and_refuses_what_has_no_share(base, first):
     with pytest.raises(ValueError, match="no task has been learned"):
-        learner.keep(0.5)
-    learner.learn_task(tasks[0].train)
+        make(base, 1.0).keep(0.5)
+    learner = first(1.0)
     before = weights(learner)
     with learner.scaled(0.5), pytest.raises(ValueError, match="a block is running"):
         learner.keep(0.5)
@@ -330,7 +338,6 @@ def test_keep_warns_of_statistics_and_refuses_what_has_no_share(base, tasks):
     assert_equal(weights(learner), before)
     with pytest.warns(UserWarning, match=r"\['bridge'\] keep statistics of images"):
         learner.keep(0.5)
-    frozen = make(base, strategy="frozen")
-    frozen.learn_task(tasks[0].train)
+    frozen = first("auto", "frozen")
     with pytest.raises(ValueError, match="trains nothing, so there is no update to keep"):
         frozen.keep(0.5)
