@@ -244,7 +244,9 @@ def refitted(
         if not len(here):
             continue
         left, places = sums.without(rows[here], labels[here]), here.cpu()
-        without = state.replaced(changed(left) | {"scatter": left.scatter, "freedom": torch.tensor(left.freedom)})
+        without = state.replaced(
+            changed(left) | {"scatter": left.scatter, "freedom": torch.full_like(state.freedom, left.freedom)}
+        )
         fitted, tested = classifier.rule.fitted(state).after(without), images[here].float().to(state.device)
         fewer[places] = as_many[places] = classifier.rule.scores(without, tested).cpu().float()
         alone = labels[here].bincount(minlength=len(counts))[labels[here]] == size[here]
