@@ -6,12 +6,18 @@ import numpy as np
 import pytest
 import torch
 import write_saved
+from lives import tiny_base
 from PIL import Image
 from small_runs import learner_of
 
 from dulbe_peft import class_incremental_tasks, run_stream
 from dulbe_peft.arguments import AUGMENTATIONS
 from dulbe_peft.data.augmentation import CHANGES, augmented
+
+
+@pytest.fixture(scope="module")
+def base():
+    return tiny_base()
 
 
 @pytest.fixture(scope="module")
