@@ -250,7 +250,8 @@ def test_trained_model_warns_that_rates_are_not_guaranteed(base, digit_folders, 
     """The thresholds would come from images that the model was trained on; plain predictions need no threshold."""
     root = digit_folders(2, 30, 2)
     for strategy in ("frozen", "dulbe"):
-        learner = learner_of(base, strategy, ("lda",), prompt_template="a photo of the digit {}.")
+        fields = {"prompt_template": "a photo of the digit {}.", "batch_size": 30}
+        learner = learner_of(base, strategy, ("lda",), **fields)
         learner.learn_task(ImageFolder(root, "train"))
         recwarn.clear()
         learner.predict(ImageFolder(root, "test"))
