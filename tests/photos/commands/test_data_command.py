@@ -17,6 +17,7 @@ from dulbe_peft.data import images
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.registry import demo_model_folder
+from dulbe_peft.photos import doubtful_labels as doubtful
 from dulbe_peft.photos.commands.check import STRIPS, VIEWED, VIEWS, _expected, _reliability
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.data.inventory import Inventory
@@ -37,6 +38,14 @@ from dulbe_peft.utils.files import read_csv
 
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
 FROZEN = ["--strategy", "frozen", "--classifiers", "prototype"]
+PLAIN = "bayes:features=0"
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Judge labels without random features, which take most of the time and change nothing that a command says."""
+    whole = doubtful._classifier
+    monkeypatch.setattr(doubtful, "_classifier", lambda *given: whole(*given).set_params(classifier=PLAIN))
 
 
 @pytest.fixture
@@ -191,14 +200,14 @@ def clouds(counts):
 
 
 @pytest.mark.slow
-def test_doubtful_labels_are_ranked_as_by_cleanlab():
+def test_doubtful_labels_are_ranked_as_by_cleanlab(plain):
     for counts in ([5, 1, 1], [30, 30]):
         assert doubtful_labels(*clouds(counts), None, 10.0).labels == []
     features, labels = clouds([20] * 4)
     labels[::9] = (labels[::9] + 1) % 4
     found = doubtful_labels(features, labels, None, 10.0).labels
     folds = StratifiedKFold(5, shuffle=True, random_state=0)
-    made = FeatureClassifier("bayes", logit_scale=10.0)
+    made = FeatureClassifier(PLAIN, logit_scale=10.0)
     probabilities = cross_val_predict(made, features, labels, cv=folds, method="predict_proba")
     scores = probabilities[np.arange(len(labels)), labels]  # cleanlab's "self_confidence"
     wrong = [row for row in np.argsort(scores, kind="stable") if probabilities[row].argmax() != labels[row]]
@@ -300,7 +309,7 @@ def test_item_with_a_wrong_label_is_found_if_its_views_are_left_out_together():
 
 
 @pytest.mark.slow
-def test_check_lists_items_with_a_wrong_label_first(digit_folders, tmp_path, capsys, monkeypatch):
+def test_check_lists_items_with_a_wrong_label_first(digit_folders, tmp_path, capsys, monkeypatch, plain):
     monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
     digits, kinds, table, page = digit_folders(3, 20, 0), tmp_path / "kinds", tmp_path / "t.csv", tmp_path / "p.html"
     for name in ("zero", "one", "two"):
@@ -347,7 +356,7 @@ def test_check_shows_photographs_of_the_same_minute_first(tmp_path, capsys, ever
 
 
 @pytest.mark.slow
-def test_check_shows_photographs_that_look_alike_before_any_share(digit_folders, tmp_path, capsys, monkeypatch):
+def test_check_shows_photographs_that_look_alike_before_any_share(digit_folders, tmp_path, capsys, monkeypatch, plain):
     monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
     folder, page = tmp_path / "photos", tmp_path / "page.html"
     for file in digit_folders(3, 5, 0).rglob("train/*/*.png"):
@@ -365,7 +374,7 @@ def test_check_shows_photographs_that_look_alike_before_any_share(digit_folders,
     assert VIEWS not in capsys.readouterr().out
 
 
-def test_check_lists_and_shows_doubtful_labels(digit_folders, tmp_path, capsys, monkeypatch):
+def test_check_lists_and_shows_doubtful_labels(digit_folders, tmp_path, capsys, monkeypatch, plain):
     monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
     doubted = shutil.copytree(digit_folders(4, 12, 4), tmp_path / "photos")
     for words in (["--check-labels"], ["--model", "demo"]):
@@ -399,7 +408,7 @@ def test_check_lists_and_shows_doubtful_labels(digit_folders, tmp_path, capsys, 
 
 
 @pytest.mark.slow
-def test_check_asks_about_folders_that_are_exchanged(digit_folders, tmp_path, capsys, monkeypatch):
+def test_check_asks_about_folders_that_are_exchanged(digit_folders, tmp_path, capsys, monkeypatch, plain):
     monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
     folder, page = shutil.copytree(digit_folders(10, 6, 2), tmp_path / "photos"), tmp_path / "page.html"
     for split in ("train", "test"):
