@@ -28,6 +28,7 @@ from itertools import combinations
 
 import numpy as np
 import torch
+from scipy.special import stdtrit
 from torch import Tensor
 
 from dulbe_peft.classifiers.calibration import FADING, KEPT, TaskNovelty, class_shares, evenly, order_statistic
@@ -335,8 +336,6 @@ def roc_interval(tasks: Sequence[TaskNovelty]) -> tuple[float, float] | None:
     sum of C_t - 1 degrees of freedom, and the tasks are weighted as in `roc_area`. One further class counts, which
     novelty does not tell (1/2): otherwise, the interval has no width if novelty separates few classes perfectly.
     """
-    from scipy.stats import t
-
     each = [(FADING**age * task.images, task) for age, task in enumerate(tasks[::-1])]
     area, judged = roc_area(tasks), [(weight, task) for weight, task in each if task.area is not None]
     if area is None or any(task.between is None for _, task in judged):
@@ -347,7 +346,7 @@ def roc_interval(tasks: Sequence[TaskNovelty]) -> tuple[float, float] | None:
     variance = sum(task.between for _, task in judged if task.between) / freedom
     classes = sum(weight for weight, _ in judged) ** 2 / sum(weight**2 / task.classes for weight, task in judged)
     error = (variance / classes + ((area - 1 / 2) / (classes + 1)) ** 2) ** 0.5
-    away = float(t.ppf(0.975, freedom)) * error
+    away = float(stdtrit(freedom, 0.975)) * error
     return max(0.0, area - away), min(1.0, area + away)
 
 

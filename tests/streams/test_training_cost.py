@@ -1,9 +1,11 @@
 """Test the warning about what training costs old classes, from their test images or else from the new images."""
 
+import itertools
 import json
 
 import pytest
 import torch
+from scipy.stats import binomtest
 from small_runs import learner_of, results_with, tasks_of
 
 from dulbe_peft import run_stream
@@ -63,6 +65,13 @@ def test_only_significant_losses_are_reported(lost, gained, clear):
     assert bool(significant_costs(costs)) == clear
     words = trained_away(results_with(costs=[{}, {"lda": costs["lda"]}]))
     assert (f"“lda” {2 * (lost - gained):.1f} points (task 2)" in words) == clear and bool(words) == clear
+
+
+def test_losses_are_judged_as_by_scipy():
+    for lost, gained in itertools.product(range(30), range(12)):
+        clear = lost > gained and binomtest(lost, lost + gained, alternative="greater").pvalue < 0.01
+        costs = {"lda": Cost(images=50, right=40, lost=lost, gained=gained)}
+        assert bool(significant_costs(costs)) == clear, (lost, gained)
 
 
 def test_few_tests_of_old_classes_do_not_hide_what_training_changed():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from pages import drawn
 from PIL import Image
+from scipy.stats import binomtest
 from small_runs import results_with
 
 from dulbe_peft.data.decoding import to_rgb
@@ -41,6 +42,14 @@ from research.diagnostics.training_effects import write_figures
 def answers(*rows, task=1):
     """Make the results of one task from rows (class, predicted class, probability)."""
     return [ImageResult(f"{i}.png", *row, task, i, {}) for i, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("images", [1, 2, 3, 7, 20, 450, 12345])
+def test_interval_of_a_share_is_that_of_scipy(images):
+    """The same formula, evaluated in the same order: a few roundings of float64."""
+    for right in {0, 1, images // 3, images // 2, images - 1, images}:
+        expected = binomtest(right, images).proportion_ci(method="wilson")
+        assert Share(right, images).interval == pytest.approx((expected.low, expected.high), rel=1e-14, abs=1e-15)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L", "I;16"])
