@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from adapted_clip import CONFIG, forget_digest, learned
+from copies import copies
 from hub_stub import on_this_process
 from huggingface_hub import HfApi, ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
@@ -30,12 +31,23 @@ from dulbe_peft.encoders.registry import demo_model_folder
 pytestmark = pytest.mark.filterwarnings("ignore:Could not find a config file")
 
 
-@pytest.fixture
-def adapted(base):
-    """The demo CLIP under a Hub name, after two folded tasks and in the middle of a third."""
-    clip = copy.deepcopy(base[0])
+@pytest.fixture(scope="module")
+def demo(base):
+    """A function that returns the demo CLIP."""
+    return copies(base[0])
+
+
+@pytest.fixture(scope="module")
+def many_adapted(demo):
+    clip = demo()
     clip.name_or_path = "someone/tiny-clip"
-    return learned(get_peft_model(clip, DualModeLoraConfig(**CONFIG)), 3)
+    return copies(learned(get_peft_model(clip, DualModeLoraConfig(**CONFIG)), 3))
+
+
+@pytest.fixture
+def adapted(many_adapted):
+    """The demo CLIP under a Hub name, after two folded tasks and in the middle of a third."""
+    return many_adapted()
 
 
 def test_card_is_generated_until_somebody_edits_it(adapted, tmp_path):
@@ -81,8 +93,8 @@ print("rank", model.history_rank)
 
 
 @pytest.mark.rare
-def test_code_on_the_card_runs_without_warnings_and_needs_the_import(base, tmp_path):
-    model = learned(get_peft_model(copy.deepcopy(base[0]), DualModeLoraConfig(**CONFIG)))
+def test_code_on_the_card_runs_without_warnings_and_needs_the_import(demo, tmp_path):
+    model = learned(get_peft_model(demo(), DualModeLoraConfig(**CONFIG)))
     model.save_pretrained(tmp_path)
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
     header, _, body = text.removeprefix("---").partition("---")
@@ -97,30 +109,30 @@ def test_code_on_the_card_runs_without_warnings_and_needs_the_import(base, tmp_p
         assert expected in (done.stdout or done.stderr), done.stderr[-2000:]
 
 
-def test_published_card_names_its_repository(adapted, base, tmp_path, monkeypatch):
+def test_published_card_names_its_repository(adapted, demo, tmp_path, monkeypatch):
     with on_this_process(monkeypatch, tmp_path) as hub:
         adapted.push_to_hub("adapter", private=True)
         text = hub.files("someone/adapter")["README.md"].decode()
         assert "base_model: someone/tiny-clip" in text
         assert "PeftModel.from_pretrained(model, 'someone/adapter')" in text and MARK in text
-        downloaded = PeftModel.from_pretrained(copy.deepcopy(base[0]), "someone/adapter")
+        downloaded = PeftModel.from_pretrained(demo(), "someone/adapter")
         adapted.push_to_hub("adapter", tags=["birds"], commit_description="three birds", max_shard_size="1GB")
         assert "- dulbe\n" in (text := hub.files("someone/adapter")["README.md"].decode()) and "- birds\n" in text
     assert downloaded.history_rank == adapted.history_rank
 
 
-def test_repository_with_pickled_tensors_alone_is_loaded(adapted, base, tmp_path, monkeypatch):
+def test_repository_with_pickled_tensors_alone_is_loaded(adapted, demo, tmp_path, monkeypatch):
     adapted.save_pretrained(tmp_path / "folder", safe_serialization=False)
     assert not list((tmp_path / "folder").glob("*.safetensors"))
     with on_this_process(monkeypatch, tmp_path):
         HfApi().create_repo("someone/pickled")
         HfApi().upload_folder(repo_id="someone/pickled", folder_path=tmp_path / "folder")
-        loaded = PeftModel.from_pretrained(copy.deepcopy(base[0]), "someone/pickled")
+        loaded = PeftModel.from_pretrained(demo(), "someone/pickled")
     assert loaded.history_rank == adapted.history_rank
 
 
-def test_card_lists_every_adapter_and_no_task_count_for_dense_history(base, tmp_path):
-    model = get_peft_model(copy.deepcopy(base[0]), DualModeLoraConfig(**CONFIG | {"residual_rank": 40}, text_rank=0))
+def test_card_lists_every_adapter_and_no_task_count_for_dense_history(demo, tmp_path):
+    model = get_peft_model(demo(), DualModeLoraConfig(**CONFIG | {"residual_rank": 40}, text_rank=0))
     learned(model, 3).fold_task()
     model.add_adapter("birds", DualModeLoraConfig(**CONFIG))
     model.save_pretrained(tmp_path)
@@ -130,13 +142,13 @@ def test_card_lists_every_adapter_and_no_task_count_for_dense_history(base, tmp_
     assert "| text tower | as it was |" in text
 
 
-def test_trainable_parameters_are_printed_by_tower_for_this_method_only(adapted, base, tmp_path, capsys):
+def test_trainable_parameters_are_printed_by_tower_for_this_method_only(adapted, demo, tmp_path, capsys):
     adapted.print_trainable_parameters()
     first, second = capsys.readouterr().out.splitlines()
     numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", second)]
     assert second.startswith("vision tower: ") and "|| text tower's LoRA: " in second
     assert f"trainable params: {sum(numbers):,d} " in first and all(numbers)
-    other = get_peft_model(copy.deepcopy(base[0]), LoraConfig(target_modules=["fc1"], r=2))
+    other = get_peft_model(demo(), LoraConfig(target_modules=["fc1"], r=2))
     other.print_trainable_parameters()
     assert len(capsys.readouterr().out.splitlines()) == 1
     other.save_pretrained(tmp_path)
@@ -154,8 +166,8 @@ def test_error_for_unfit_model_names_models_that_fit(adapted, tiny_clip, tmp_pat
         PeftModel.from_pretrained(tiny_clip(), tmp_path)
 
 
-def test_published_card_names_no_local_folder(base):
-    model = get_peft_model(copy.deepcopy(base[0]), DualModeLoraConfig(**CONFIG))
+def test_published_card_names_no_local_folder(demo):
+    model = get_peft_model(demo(), DualModeLoraConfig(**CONFIG))
     assert ModelCard(adapter_card(model, "someone/adapter")).data.base_model is None
     assert ModelCard(adapter_card(model)).data.base_model == str(demo_model_folder())
 

@@ -47,9 +47,15 @@ def adapted(clip, **fields):
     return get_peft_model(clip, DualModeLoraConfig(**CONFIG | fields))
 
 
+@pytest.fixture(scope="module")
+def models(tiny_clip):
+    """A function that returns a model in its second task."""
+    return copies(learned(adapted(tiny_clip())))
+
+
 @pytest.fixture
-def model(tiny_clip):
-    return learned(adapted(tiny_clip()))
+def model(models):
+    return models()
 
 
 @pytest.fixture(scope="module")

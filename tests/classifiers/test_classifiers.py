@@ -132,8 +132,8 @@ def test_order_of_classes_tasks_and_images_does_not_change_the_solution(name, in
 @pytest.mark.plain("prototype", "lda", "ridge", "bofa")
 @pytest.mark.parametrize("name", UPDATING)
 def test_update_classes_equals_learning_all_images_at_once(name):
-    images, labels = task(range(CLASSES))
-    early = torch.arange(len(labels)) % 60 < 20
+    images, labels = task(range(CLASSES), per_class=30)
+    early = torch.arange(len(labels)) % 30 < 10
     late, together = (in_tasks(name, images[rows], labels[rows], digits.texts) for rows in (early, early >= 0))
     before, state = late.fork(), snapshot(late)
     for rows in (~early).nonzero()[:, 0].split(77):
@@ -145,7 +145,7 @@ def test_update_classes_equals_learning_all_images_at_once(name):
     if name == "bofa":  # its weight was chosen on the first images
         late.install({"image_weight": together.image_weight})
     torch.testing.assert_close(late(digits.tests), together(digits.tests), rtol=1e-4, atol=2e-3)
-    assert late.counts.tolist() == [60] * CLASSES
+    assert late.counts.tolist() == [30] * CLASSES
 
 
 @pytest.mark.plain(*KINDS)

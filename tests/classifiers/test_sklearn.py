@@ -37,7 +37,7 @@ def texts(X, y):
 @pytest.mark.plain("lda", "bayes:features=0")
 @pytest.mark.parametrize("spec", ["lda", "bayes:features=0", "gda:alpha=0.5", "text"])
 def test_estimator_equals_the_classifier_for_labels_of_any_type(digits, spec):
-    X, numbers, words = digits
+    X, numbers, words = (each[:300] for each in digits)
     classifier = make_classifier(spec, 64, 50.0)
     text = torch.tensor(np.stack([texts(X, numbers)[c] for c in range(10)])).float()
     classifier.add_classes([str(c) for c in range(10)], torch.tensor(X).float(), numbers, text)
