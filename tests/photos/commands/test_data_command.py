@@ -490,7 +490,8 @@ def test_trained_run_and_learn_and_evaluate_decode_every_image_once(
 ):
     """They keep the pixel values of the first look, unless there is too little memory. The results are the same."""
     test, train = ([str(path) for path in (photos / split).rglob("*.png")] for split in ("test", "train"))
-    decoded, more = counted_reads[1], ["--strategy", strategy, "--epochs", "2", "--model", str(tiny_model)]
+    decoded, more = counted_reads[1], ["--strategy", strategy, "--epochs", "2", "--classifiers", "prototype"]
+    more += ["--model", str(tiny_model)]
     out, small = tmp_path / "out", tmp_path / "small"
     for _ in range(2):  # again after `check`
         assert run(photos, "--output", str(out), "--overwrite", *more) == 0
