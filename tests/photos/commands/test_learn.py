@@ -342,22 +342,10 @@ def test_names_of_new_classes_are_printed_with_the_known_one_they_resemble(
     for name in ("one", "two"):
         shutil.copytree(photos / "train" / name, june / "train" / name)
     shutil.copytree(photos / "train" / "zero", tmp_path / "july" / "train" / "ones")
-    run = [
-        "run",
-        "--data",
-        june,
-        "--model",
-        tiny_model,
-        "--output",
-        tmp_path / "out",
-        "--classifiers",
-        "lda",
-        *MACHINE,
-    ]
-    assert main([*map(str, run)]) == 0
+    run = ["run", "--data", june, "--model", tiny_model, "--classifiers", "lda", "--output", tmp_path / "out"]
+    assert call(*run) == 0
     capsys.readouterr()
-    learn = ["learn", tmp_path / "out", "--data", tmp_path / "july", "--output", tmp_path / "more", "--no-progress"]
-    assert main([*map(str, learn), "--device", "cpu"]) == 0
+    assert learn(tmp_path / "out", tmp_path / "july", tmp_path / "more") == 0
     printed = capsys.readouterr().out
     assert (
         "new: ones" in printed and "'ones' is a new class, although 'one' is known: if they are one, rename" in printed
