@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import pkgutil
 import re
 import textwrap
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +53,26 @@ def described(name: str) -> str:
     return "\n\n".join(parts)
 
 
+@cache
+def described_things() -> list[tuple[str, Any]]:
+    """Return everything that a page describes, with its name."""
+    pages = "".join(path.read_text(encoding="utf-8") for path in PAGES.glob("*.md"))
+    return [(name, pkgutil.resolve_name(name)) for _, name, _ in REFERENCE.findall(pages)]
+
+
+@cache
+def parsed(thing: Any) -> Any:
+    """Return the parsed source of a class or function."""
+    return ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
+
+
 def members_of(cls: type, name: str) -> dict[str, Any]:
     """Return the public methods and properties of a class, also those of its bases that no page describes."""
-    pages = "".join(path.read_text(encoding="utf-8") for path in PAGES.glob("*.md"))
-    others = [pkgutil.resolve_name(each) for _, each, _ in REFERENCE.findall(pages) if each != name]
-    bases = [each for each in others if inspect.isclass(each) and each in cls.__mro__[1:]]
+    bases = [
+        each
+        for other, each in described_things()
+        if other != name and inspect.isclass(each) and each in cls.__mro__[1:]
+    ]
     elsewhere = {owner for each in bases for owner in each.__mro__}
     found: dict[str, Any] = {}
     for owner in cls.__mro__:
@@ -80,8 +97,7 @@ def entry(level: str, name: str, thing: Any) -> str:
 def forms(protocol: Any) -> str:
     """Return a table of the types that a call returns, by its options, for one image and for several."""
     rows: dict[str, dict[str, str]] = {}
-    parsed: Any = ast.parse(inspect.getsource(protocol)).body[0]
-    for node in (each for each in parsed.body if isinstance(each, ast.FunctionDef)):
+    for node in (each for each in parsed(protocol).body if isinstance(each, ast.FunctionDef)):
         options = [f"`{arg.arg}`" for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults) if not default]
         if len(options) == len(node.args.kwonlyargs):  # the last one stands for all combinations
             returned = ast.unparse(node.returns).replace("Scored", "tuple[str, float]").replace(" | ", " or ")
@@ -113,7 +129,7 @@ def signature_of(name: str, thing: Any) -> str:
     else:
         function = inspect.unwrap(thing.__init__ if kind == "class" else thing)
         try:
-            node: Any = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+            node = copy.deepcopy(parsed(function))
         except (OSError, TypeError):
             return f"class {name}: ..."
         if node.args.args and node.args.args[0].arg in ("self", "cls"):
@@ -132,7 +148,7 @@ def typed(cls: type, field: str) -> str:
     """Return a field with its type and default as the source has them; the limits of values stand in Args."""
     for owner in cls.__mro__:
         if owner.__module__.partition(".")[0] in PACKAGES and field in inspect.get_annotations(owner):
-            body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0].body
+            body = parsed(owner).body
             node = next(each for each in body if isinstance(each, ast.AnnAssign) and ast.unparse(each.target) == field)
             kind, default = node.annotation, node.value
             if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Annotated":

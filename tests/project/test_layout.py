@@ -71,8 +71,8 @@ def imported_names(file: str) -> set[str]:
 
 def names_in(code: str, file: str) -> set[str]:
     """Return the imported names of a file's code, and what it reaches as attributes of an imported package."""
-    imported, bound, tree = set(), {}, ast.parse(code)
-    for node in ast.walk(tree):
+    imported, bound, nodes = set(), {}, list(ast.walk(ast.parse(code)))
+    for node in nodes:
         pairs = [(alias, alias.name) for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file} has a relative import"
@@ -82,7 +82,7 @@ def names_in(code: str, file: str) -> set[str]:
                 imported.add(name)
                 whole = isinstance(node, ast.ImportFrom) or alias.asname
                 bound[alias.asname or alias.name.partition(".")[0]] = name if whole else name.partition(".")[0]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and (path := dotted(node)) and path[0] in bound:
             reached = ".".join([bound[path[0]], *path[1:]])
             imported |= {name for name in (reached, reached.rpartition(".")[0]) if name in MODULES - PACKAGES}
