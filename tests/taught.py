@@ -30,8 +30,8 @@ SPECS = {
     "bofa": "bofa",
     "slca": "slca:draws=32",
     "engine": "engine",
-    "proof": "proof:epochs=5,batch_size=64,learning_rate=0.006",
-    "clap4clip": "clap4clip:epochs=1,samples=4",
+    "proof": "proof:learning_rate=0.006",
+    "clap4clip": "clap4clip:epochs=1,samples=4,batch_size=64,learning_rate=0.003",
     "clg_cbm": "clg_cbm:epochs=8,learning_rate=0.1",
     "linear_head": "linear_head:epochs=5,batch_size=16,learning_rate=0.003",
 }
