@@ -39,6 +39,7 @@ def demo(base):
 
 @pytest.fixture(scope="module")
 def many_adapted(demo):
+    torch.manual_seed(1)
     clip = demo()
     clip.name_or_path = "someone/tiny-clip"
     return copies(learned(get_peft_model(clip, DualModeLoraConfig(**CONFIG)), 3))

@@ -50,6 +50,7 @@ def adapted(clip, **fields):
 @pytest.fixture(scope="module")
 def models(tiny_clip):
     """A function that returns a model in its second task."""
+    torch.manual_seed(1)
     return copies(learned(adapted(tiny_clip())))
 
 
@@ -67,6 +68,7 @@ def small_clip(tiny_clip):
 @pytest.fixture(scope="module")
 def between_tasks(small_clip):
     """Two functions that return a model without an adapter of the text: in its second task, and after it."""
+    torch.manual_seed(1)
     model = learned(adapted(small_clip(), text_rank=0))
     inside = copies(model)
     model.fold_task()
