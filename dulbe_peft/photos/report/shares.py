@@ -2,7 +2,6 @@
 matrix.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +9,13 @@ from functools import cached_property
 from typing import Self, TypeVar
 
 import numpy as np
-from scipy.special import ndtri, stdtrit
+from scipy.special import stdtrit
 
 from dulbe_peft.metrics.evaluation import ImageResult
+from dulbe_peft.training.estimating import NORMAL, wilson
 from dulbe_peft.utils.terminal import counted
 
 K = TypeVar("K")
-NORMAL = 1.959964  # the normal distribution's quantile of a 95 % interval
 _BINS = 10
 _MOST_CONFUSIONS = 3  # predicted classes that the row of a class lists
 _THRESHOLDS = (0.5, 0.8, 0.9, 0.95)
@@ -59,16 +58,8 @@ class Share:
     @cached_property
     def interval(self) -> tuple[float, float]:
         """Return Wilson's 95 % interval, with `worth` as the number of images if they have groups."""
-        if self.worth is not None:
-            p, square = self.value, NORMAL**2 / self.worth
-            half = NORMAL * math.sqrt(p * (1 - p) / self.worth + square / (4 * self.worth))
-            low, high = ((p + square / 2 + sign * half) / (1 + square) for sign in (-1, 1))
-            return max(0.0, low), min(1.0, high)
-        # As scipy.stats computes it, which takes half a second to import.
-        z, n, p = float(ndtri(0.975)), int(self.images), float(self.value)
-        scale = 2 * (n + z**2)
-        centre, half = (2 * n * p + z**2) / scale, z / scale * math.sqrt(4 * n * p * (1 - p) + z**2)
-        return centre - half if self.right else 0.0, centre + half if self.right < n else 1.0
+        _, low, high = wilson(self.value, self.images if self.worth is None else self.worth)
+        return low, high
 
     def __str__(self) -> str:
         low, high = (f"{100 * end:.1f}" for end in self.interval)

@@ -46,10 +46,10 @@ def answers(*rows, task=1):
 
 @pytest.mark.parametrize("images", [1, 2, 3, 7, 20, 450, 12345])
 def test_interval_of_a_share_is_that_of_scipy(images):
-    """The same formula, evaluated in the same order: a few roundings of float64."""
+    """Both are a few roundings of float64 away from the formula."""
     for right in {0, 1, images // 3, images // 2, images - 1, images}:
         expected = binomtest(right, images).proportion_ci(method="wilson")
-        assert Share(right, images).interval == pytest.approx((expected.low, expected.high), rel=1e-14, abs=1e-15)
+        assert Share(right, images).interval == pytest.approx((expected.low, expected.high), rel=1e-13, abs=1e-15)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L", "I;16"])
