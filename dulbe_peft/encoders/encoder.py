@@ -371,14 +371,17 @@ class Encoder(TextEncoder):
     def _positions_agree(
         self, encode: Callable[[torch.Tensor], torch.Tensor], image: torch.Tensor, backend: str
     ) -> bool:
-        """Return whether an image, (1, ...), has the same features bit by bit at every position of a batch.
+        """Return whether an image has the same features bit by bit at every position of a batch.
 
+        A drawn one of the shape of `image`, (1, ...), is encoded, so that a loaded learner comes to the same answer.
         This depends on the processor: with AVX2, for instance, MKL rounds the last rows of a product differently. It
         depends on the shapes of products, too, so a history that has grown is measured again.
         """
         way = backend if self.encoding is None else self.encoding.digest
         key = way, torch.get_num_threads(), self._shapes
         if key not in self._positions_equal:
+            if not loading.encoder_of(self.clip).patches:  # packed patches contain their positions
+                image = torch.randn(image.shape, generator=torch.Generator().manual_seed(0)).to(image)
             features = encode(image.repeat(CPU_BATCH, *[1] * (image.ndim - 1)))
             self._positions_equal[key] = bool((features == features[0]).all())
         return self._positions_equal[key]

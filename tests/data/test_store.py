@@ -186,7 +186,9 @@ def test_positions_are_compared_again_when_the_history_has_grown(monkeypatch):
     def recorded(pixels, queries=None):
         sizes.append(len(pixels))
         features, alike = encode(pixels, queries), learner.model.history_rank > 3
-        return features if alike else features + torch.arange(len(features))[:, None] * 2.0**-24
+        return (
+            features[:1].expand_as(features) if alike else features + torch.arange(len(features))[:, None] * 2.0**-24
+        )
 
     monkeypatch.setattr(learner.encoder, "image_embeds", recorded)
     for index, expected in enumerate(([1] * 9, [CPU_BATCH] * 2)):
