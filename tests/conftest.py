@@ -5,7 +5,6 @@ No import at the top loads torch, because the process that only starts the other
 # ruff: noqa: E402 - the environment is set before torch is imported
 
 import atexit
-import copy
 import gc
 import os
 import shutil
@@ -133,6 +132,7 @@ def reads(monkeypatch):
 def tiny_clip():
     """A function that returns the same random CLIPModel every time: 16 x 16 images, 16 dimensions, 99 tokens."""
     import torch
+    from copies import copies
     from transformers import CLIPConfig, CLIPModel
 
     both = {"num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 16}
@@ -142,7 +142,7 @@ def tiny_clip():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).eval()
-    return lambda: copy.deepcopy(clip)
+    return copies(clip)
 
 
 @pytest.fixture(scope="session")
