@@ -20,6 +20,7 @@ from transformers import TrainingArguments
 
 import dulbe_peft
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, DualModeTrainer, LearnerArguments, load_clip
+from dulbe_peft.streams import digits
 from dulbe_peft.utils.extras import PHOTOS, install_command
 
 ABSENT = ("click", "joblib", "matplotlib", "sklearn")
@@ -34,7 +35,8 @@ def shades(*colours: tuple[int, int, int]) -> list[tuple[Image.Image, int]]:
 
 
 def run_first_snippet_of_readme(folder: str) -> None:
-    """Run the first block of Python in the README, and load and merge the adapter that it saved."""
+    """Run the first block of Python in the README on few digits, and load and merge the adapter that it saved."""
+    digits.load_digit_images = lambda split, load=digits.load_digit_images: load(split).at(slice(60))
     places = [Path(__file__).with_name("README.md"), Path(__file__).parents[1] / "README.md"]
     text = next(place for place in places if place.is_file()).read_text(encoding="utf-8")
     (code, *_) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
