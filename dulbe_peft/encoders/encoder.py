@@ -360,12 +360,14 @@ class Encoder(TextEncoder):
 
     @property
     def _shapes(self) -> tuple[object, ...]:
-        """What the products with the adapters' tensors are: their shapes, and whether they are made at all."""
+        """What the products are made with: shapes of all tensors, and which adapters act, each in which way."""
         found = list[object]()
-        for layer in self.clip.modules():
-            if isinstance(layer, BaseTunerLayer):
-                found += [layer.merged, layer.disable_adapters, getattr(layer, "held_adapter", None)]
-                found += [tensor.shape for tensor in (*layer.parameters(), *layer.buffers())]
+        for module in self.clip.modules():
+            if isinstance(module, BaseTunerLayer):
+                found += [module.merged, module.disable_adapters, getattr(module, "held_adapter", None)]
+                found += module.active_adapters
+            tensors = (*module._parameters.values(), *module._buffers.values())
+            found += [None if tensor is None else tensor.shape for tensor in tensors]
         return tuple(found)
 
     def _positions_agree(

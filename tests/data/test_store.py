@@ -165,7 +165,7 @@ def test_cpu_encodes_full_batches_or_single_images(base, photos, monkeypatch, al
         features = encode(pixels)
         return features if alike else features + torch.arange(len(features))[:, None] * 2.0**-24
 
-    known = {("torch", torch.get_num_threads(), ()): True} if alike else {}
+    known = {("torch", torch.get_num_threads(), learner.encoder._shapes): True} if alike else {}
     monkeypatch.setattr(learner.encoder, "image_embeds", recorded)
     monkeypatch.setattr(learner.encoder, "_positions_equal", known)
     images = ImageFolder(photos, "train")
@@ -196,6 +196,20 @@ def test_positions_are_compared_again_when_the_history_has_grown(monkeypatch):
         assert learner.model.history_rank == 3 * (index + 1)
         learner.image_embeds(images)
         assert sizes[-len(expected) :] == expected
+
+
+def test_positions_are_compared_again_when_another_adapter_acts():
+    learner = learned(tiny_learner(), 1)
+    found = [learner.encoder._shapes]
+    with learner.model.disable_adapter():
+        found.append(learner.encoder._shapes)
+    with learner.model.held_weights():
+        found.append(learner.encoder._shapes)
+    learner.model.add_adapter("other", learner.model.peft_config["default"])
+    for name in ("default", "other"):
+        learner.model.set_adapter(name)
+        found.append(learner.encoder._shapes)
+    assert len(set(found)) == len(found)
 
 
 # ---------------------------------------------------------------------- the file
