@@ -5,6 +5,7 @@ No import at the top loads torch, because the process that only starts the other
 # ruff: noqa: E402 - the environment is set before torch is imported
 
 import atexit
+import copy
 import gc
 import os
 import shutil
@@ -28,6 +29,9 @@ from wrapt import when_imported
 
 ACCELERATOR = None  # the accelerator of this machine, once torch is imported
 THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))  # per test process; a second thread only slows tiny models down
+LOADING = ("attacks", "checkpoints", "encoders", "utils")  # folders of tests that need a model loaded from its files
+LOADED = {}  # what `from_pretrained` returned, by the class, the settings and the state of the folder's files
+MOST_LOADED = 16  # models that are kept
 
 
 @when_imported("torch")
@@ -55,6 +59,37 @@ def _leave_charts_empty(matplotlib):
         draw(Figure((0.1, 0.1)), *args, **options)
 
     Figure.savefig = savefig
+
+
+@when_imported("transformers.modeling_utils")
+def _copy_loaded_models(transformers):
+    """Return a copy of the model that was loaded from the same files with the same settings before.
+
+    Its weights are those in the file: `load_encoder` replaces the weights of what it has loaded by copies. Loading
+    takes as long as a short run. It is not replaced in the folders `LOADING`, whose tests are about it.
+    """
+    kind = transformers.PreTrainedModel
+    load = kind.from_pretrained.__func__
+
+    @wraps(load)
+    def from_pretrained(cls, name, *more, **settings):
+        tested = Path(os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[0]).parent.name in LOADING
+        # Only `load_encoder` asks for `output_loading_info`.
+        if tested or not settings.get("output_loading_info") or not Path(name).is_dir():
+            return load(cls, name, *more, **settings)
+        files = sorted((path.name, path.stat()) for path in Path(name).iterdir())
+        of = tuple((file, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for file, stat in files)
+        key = cls, str(name), of, more, repr(sorted(settings.items()))
+        if key not in LOADED:
+            LOADED[key] = load(cls, name, *more, **settings)
+            for oldest in list(LOADED)[:-MOST_LOADED]:
+                del LOADED[oldest]
+        model, found = LOADED[key]
+        same = {id(each): each.detach() for each in model.buffers()}
+        same |= {id(each): type(each)(each.detach(), each.requires_grad) for each in model.parameters()}
+        return copy.deepcopy((model, found), same)
+
+    kind.from_pretrained = classmethod(from_pretrained)
 
 
 @pytest.hookimpl(wrapper=True)
