@@ -45,7 +45,13 @@ PLAIN = "bayes:features=0"
 def plain(monkeypatch):
     """Judge labels without random features, which take most of the time and change nothing that a command says."""
     whole = doubtful._classifier
-    monkeypatch.setattr(doubtful, "_classifier", lambda *given: whole(*given).set_params(classifier=PLAIN))
+
+    def made(*given):
+        classifier = whole(*given)
+        assert classifier.classifier == "bayes"
+        return classifier.set_params(classifier=PLAIN)
+
+    monkeypatch.setattr(doubtful, "_classifier", made)
 
 
 @pytest.fixture

@@ -399,6 +399,7 @@ def test_error_names_the_invalid_field_of_a_check(tmp_path, capsys):
     for change, words in [
         ({"level": 3}, "checks.0.level"),
         ({"texts": []}, "needs one text per expected logit"),
+        ({"texts": ["one"]}, "needs one text per expected logit"),
         ({"data": "photo"}, "unknown data 'photo'; did you mean 'photograph'?"),
         ({"name": "siglip-b16"}, "two checks are called 'siglip-b16'"),
         ({"expected": []}, "must expect at least one number"),
