@@ -198,6 +198,18 @@ def test_positions_are_compared_again_when_the_history_has_grown(monkeypatch):
         assert sizes[-len(expected) :] == expected
 
 
+def test_positions_are_compared_with_an_image_that_does_not_depend_on_the_batch(monkeypatch):
+    """Otherwise, a loaded learner, which encodes other images first, could come to another answer."""
+    learner, compared = tiny_learner(), list[torch.Tensor]()
+    encode = learner.encoder.image_embeds
+    monkeypatch.setattr(learner.encoder, "image_embeds", lambda *given: compared.append(given[0]) or encode(*given))
+    for seed in range(2):
+        learner.encoder._positions_equal.clear()
+        learner.image_embeds([pixels for pixels, _ in images_of(*range(CPU_BATCH), seed=seed)])
+    (one, first, other, second) = compared
+    assert torch.equal(one, other) and not torch.equal(first, second)
+
+
 def test_positions_are_compared_again_when_another_adapter_acts():
     learner = learned(tiny_learner(), 1)
     found = [learner.encoder._shapes]

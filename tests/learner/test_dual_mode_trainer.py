@@ -164,6 +164,9 @@ def test_paper_arguments_equal_the_learners_defaults(base, tasks, tmp_path, monk
     )
     expected.learn_task(tasks[0].train)
     assert_alike(trainer.learner, expected)
+    scores = torch.tensor(trainer.predict(tasks[0].test).predictions)  # of the first classifier
+    predicted = trainer.learner.classifiers["bayes"](trainer.learner.image_embeds(tasks[0].test))
+    torch.testing.assert_close(scores, predicted, rtol=1e-3, atol=1e-3)
     bare = DualModeTrainer(adapted(base)[0], processing_class=processor).args
     assert (bare.learning_rate, bare.max_grad_norm, bare.lr_scheduler_type) == (1e-3, 0, "cosine")
     changed = paper_arguments("out", num_train_epochs=4, seed=7)

@@ -9,9 +9,11 @@ import torch
 import write_saved
 from small_runs import learner_of, results_with
 from taught import clusters, in_tasks
+from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner, class_incremental_tasks
-from dulbe_peft.classifiers.bayes import Fits
+from dulbe_peft.classifiers.bayes import BayesClassifier, Fits
+from dulbe_peft.classifiers.text_prior import Fit
 from dulbe_peft.data.store import open_store
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.report.advice import estimated, recommended
@@ -145,10 +147,18 @@ def test_left_out_images_are_scored_by_a_classifier_that_has_not_learned_them(sp
             torch.testing.assert_close(found[gone], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("text_dim", [0, 4])
 @pytest.mark.parametrize("counts", [[3, 5, 4], [1, 1, 1]], ids=["several images", "single images"])
-def test_other_means_beside_the_same_scatter_need_no_further_decomposition(counts, monkeypatch):
-    """If no class has two images, the means make the scatter, so that it is decomposed again."""
-    classifier = in_tasks("bayes:features=5", *clusters(counts, 6), increment=3)
+def test_other_means_beside_the_same_scatter_need_no_further_decomposition(counts, text_dim, monkeypatch):
+    """If no class has two images, the means make the scatter, so that it is decomposed again.
+
+    So are the two fits to projected features, which are different parts of it.
+    """
+    classifier, (images, labels, texts) = BayesClassifier(6, features=5, text_dim=text_dim), clusters(counts, 6)
+    if text_dim:
+        classifier.projection = torch.eye(text_dim, 6)
+        texts = F.normalize(texts[:, :text_dim], dim=1)
+    in_tasks(classifier, images, labels, texts)
     rule, state = classifier.rule, classifier.state
     moved = state.replaced({"sums": 1.1 * state.sums.flip(0), "counts": state.counts + 1})
     for name in ("plain", "random"):
@@ -159,8 +169,15 @@ def test_other_means_beside_the_same_scatter_need_no_further_decomposition(count
             patch.setattr(torch.linalg, "eigh", decompose)
             fits.beside(moved)
             found = vars(getattr(Fits.of(rule, moved), name))
-        assert decompose.called == (counts == [1, 1, 1])
-        for key, value in expected.items():
+        assert decompose.called == (counts == [1, 1, 1] or text_dim > 0)
+        assert_fields_equal(found, expected)
+
+
+def assert_fields_equal(found, expected):
+    for key, value in expected.items():
+        if isinstance(value, Fit):
+            assert_fields_equal(vars(found[key]), vars(value))
+        else:
             assert torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value, key
 
 
