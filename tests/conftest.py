@@ -5,7 +5,6 @@ No import at the top loads torch, because the process that only starts the other
 # ruff: noqa: E402 - the environment is set before torch is imported
 
 import atexit
-import copy
 import gc
 import os
 import shutil
@@ -30,7 +29,7 @@ from wrapt import when_imported
 ACCELERATOR = None  # the accelerator of this machine, once torch is imported
 THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))  # per test process; a second thread only slows tiny models down
 LOADING = ("attacks", "checkpoints", "encoders", "utils")  # folders of tests that need a model loaded from its files
-LOADED = {}  # what `from_pretrained` returned, by the class, the settings and the state of the folder's files
+LOADED = {}  # copies of what `from_pretrained` returned, by the class, the settings and the state of the folder's files
 MOST_LOADED = 16  # models that are kept
 
 
@@ -68,6 +67,8 @@ def _copy_loaded_models(transformers):
     Its weights are those in the file: `load_encoder` replaces the weights of what it has loaded by copies. Loading
     takes as long as a short run. It is not replaced in the folders `LOADING`, whose tests are about it.
     """
+    from copies import sharing_copies
+
     kind = transformers.PreTrainedModel
     load = kind.from_pretrained.__func__
 
@@ -81,13 +82,10 @@ def _copy_loaded_models(transformers):
         of = tuple((file, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for file, stat in files)
         key = cls, str(name), of, more, repr(sorted(settings.items()))
         if key not in LOADED:
-            LOADED[key] = load(cls, name, *more, **settings)
+            LOADED[key] = sharing_copies(load(cls, name, *more, **settings))
             for oldest in list(LOADED)[:-MOST_LOADED]:
                 del LOADED[oldest]
-        model, found = LOADED[key]
-        same = {id(each): each.detach() for each in model.buffers()}
-        same |= {id(each): type(each)(each.detach(), each.requires_grad) for each in model.parameters()}
-        return copy.deepcopy((model, found), same)
+        return LOADED[key]()
 
     kind.from_pretrained = classmethod(from_pretrained)
 

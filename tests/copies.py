@@ -5,9 +5,12 @@ import io
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
+
+T = TypeVar("T")
 
 
 class _Pickler(pickle.Pickler):
@@ -30,11 +33,10 @@ class _Unpickler(pickle.Unpickler):
         self.persistent_load = tensors.__getitem__
 
 
-def copies(model: nn.Module) -> Callable[[], nn.Module]:
+def copies(model: T) -> Callable[[], T]:
     """Return a function that returns the model as it is now, every time a new one, as copy.deepcopy does."""
-    pickler = _Pickler(file := io.BytesIO())
-    pickler.dump(model)
-    tensors = copy.deepcopy(pickler.tensors)
+    structure, tensors = _parts(model)
+    tensors = copy.deepcopy(tensors)
     plain = {key: tensor for key, tensor in tensors.items() if _is_plain(tensor)}
     places = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
     if max(places.values(), default=1) > 1:  # tensors that share memory share it in a copy, too
@@ -43,9 +45,22 @@ def copies(model: nn.Module) -> Callable[[], nn.Module]:
 
     def made():
         cloned = {key: _clone(tensor) for key, tensor in plain.items()}
-        return _Unpickler(io.BytesIO(file.getvalue()), cloned | copy.deepcopy(others)).load()
+        return _Unpickler(io.BytesIO(structure), cloned | copy.deepcopy(others)).load()
 
     return made
+
+
+def sharing_copies(loaded: T) -> Callable[[], T]:
+    """Return a function that returns a copy with new tensors that share the memory of `loaded`, a model and more."""
+    structure, tensors = _parts(loaded)
+    return lambda: _Unpickler(io.BytesIO(structure), {key: _shared(each) for key, each in tensors.items()}).load()
+
+
+def _parts(model):
+    """Return the pickled structure, and the tensors that it refers to by their keys."""
+    pickler = _Pickler(file := io.BytesIO())
+    pickler.dump(model)
+    return file.getvalue(), pickler.tensors
 
 
 def _is_plain(tensor):
@@ -56,5 +71,11 @@ def _is_plain(tensor):
 
 
 def _clone(tensor):
-    clone = tensor.detach().clone()
-    return nn.Parameter(clone, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else clone
+    shared = _shared(tensor)
+    shared.data = shared.data.clone()
+    return shared
+
+
+def _shared(tensor):
+    shared = tensor.detach()
+    return nn.Parameter(shared, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shared
