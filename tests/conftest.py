@@ -29,7 +29,7 @@ from wrapt import when_imported
 ACCELERATOR = None  # the accelerator of this machine, once torch is imported
 THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))  # per test process; a second thread only slows tiny models down
 LOADING = ("attacks", "checkpoints", "encoders", "utils")  # folders of tests that need a model loaded from its files
-LOADED = {}  # copies of what `from_pretrained` returned, by the class, the settings and the state of the folder's files
+LOADED = {}  # returns of `from_pretrained`, by the class, the settings and the state of the folder's files
 MOST_LOADED = 16  # models that are kept
 
 

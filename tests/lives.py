@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from copies import copies
 from peft import PeftModel, get_peft_model
 from tiny_encoders import IMAGE_SIZE, make_model, make_processor
 
@@ -19,6 +20,7 @@ from dulbe_peft.strategies import make_strategy
 
 QUICK = {"epochs": 1, "batch_size": 4, "learning_rate": 1e-3, "device": "cpu", "progress": False}
 QUICK |= {"prompt_template": "a {}."}
+MODELS: dict[Any, Callable[[], Any]] = {}  # functions that return a new model of `tiny_learner`
 
 
 @cache
@@ -35,16 +37,22 @@ def tiny_learner(
     `adapter` holds further settings of the adapter.
     """
     clip, processor = tiny_base()
-    model = copy.deepcopy(clip)
     method = make_strategy(strategy)
-    if method.adapts:
-        targets = list(method.target_modules or ["fc1"])
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            config = {"residual_rank": 2, "text_rank": 1, "target_modules": targets} | (adapter or {})
-            model = get_peft_model(model, DualModeLoraConfig(**config))
+    targets = list(method.target_modules or ["fc1"]) if method.adapts else None
+    key = clip.name_or_path, repr((targets, adapter))
+    if key not in MODELS:
+        MODELS[key] = copies(_adapted(copy.deepcopy(clip), targets, adapter or {}))
     args = LearnerArguments(**QUICK | fields)
-    return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
+    return ClassIncrementalLearner(MODELS[key](), processor, args=args, strategy=strategy, classifiers=classifiers)
+
+
+def _adapted(model: Any, targets: list[str] | None, adapter: dict[str, Any]) -> Any:
+    if targets is None:
+        return model
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = {"residual_rank": 2, "text_rank": 1, "target_modules": targets} | adapter
+        return get_peft_model(model, DualModeLoraConfig(**config))
 
 
 def images_of(*labels: int, seed: int = 0) -> list[tuple[torch.Tensor, int]]:
