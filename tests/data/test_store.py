@@ -351,7 +351,8 @@ def test_ten_processes_write_to_one_store(tmp_path):
 
 @pytest.mark.slow
 def test_all_commands_together_encode_each_image_once(photos, tmp_path, reads, capsys, monkeypatch):
-    monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
+    for name, few in {"TRIALS": 1, "FOLDS": 2}.items():
+        monkeypatch.setattr(f"dulbe_peft.photos.doubtful_labels.{name}", few)
     call(*RUN, "--data", photos, "--increment", 2, "--output", tmp_path / "out")
     assert set(reads.values()) == {1} and len(reads) == 55, "zero-shot, training and tests share one pass"
     july = tmp_path / "july"

@@ -223,7 +223,8 @@ def test_table_is_learned_as_it_was_made(flag, large, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_check_looks_at_labels_with_whole_images(large, monkeypatch):
-    monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
+    for name, few in {"TRIALS": 1, "FOLDS": 2}.items():
+        monkeypatch.setattr(f"dulbe_peft.photos.doubtful_labels.{name}", few)
     sides, real = [], PixelDataset.read
     monkeypatch.setattr(PixelDataset, "read", lambda self, index: sides.append(self.side) or real(self, index))
     for flags, expected in ([], 320), (["--whole-images"], 0):
