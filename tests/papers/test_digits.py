@@ -28,7 +28,7 @@ TRAIN_ADAPTERS = ("magmax", "lfi", "lfi:captions=3", "loda:towers=2")
 
 @pytest.fixture(scope="module")
 def tasks(base):
-    """Return the names, a few training images and the test images of two tasks. Images are preprocessed, with labels."""
+    """Return the names, a few training images and the test images of two tasks, preprocessed and with labels."""
 
     def read(images):
         return [(pixel_values(base[1], each["image"]), each["label"]) for each in images]
