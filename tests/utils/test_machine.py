@@ -1,6 +1,7 @@
 """Use of the machine: threads, jobs, progress, and Python's garbage collector."""
 
 import gc
+import itertools
 import os
 import random
 import sys
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from lives import images_of, tiny_learner
+from torch import nn
 
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.encoders import pixels
 from dulbe_peft.utils.extras import garbage_collection_off
-from dulbe_peft.utils.torch_settings import one_thread, seeded_randomness
+from dulbe_peft.utils.torch_settings import evaluating, one_thread, seeded_randomness
 from dulbe_peft.utils.workers import number_of_jobs
 
 
@@ -32,6 +34,18 @@ def test_classifiers_use_one_thread_and_restore_the_thread_count(monkeypatch):
     with pytest.raises(KeyError), one_thread():
         raise KeyError
     assert set(threads) == {1} and torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_modules_are_evaluated_in_a_block_and_then_as_they_were(changed):
+    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout()))
+    for modes in itertools.product([False, True], repeat=4):
+        for module, training in zip(model.modules(), modes, strict=True):
+            module.training = training
+        with evaluating(model):
+            assert not any(module.training for module in model.modules())
+            model.train(changed)
+        assert tuple(module.training for module in model.modules()) == modes
 
 
 def test_blocks_of_python_threads_run_at_once_and_change_no_other_thread():
