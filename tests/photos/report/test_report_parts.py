@@ -1,6 +1,7 @@
 """Test the parts of a report: tables, accuracies with intervals, the next step, charts, and pictures of examples."""
 
 import dataclasses
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -246,6 +247,20 @@ def test_next_steps_are_sorted_by_usefulness(finished_run):
     add, look, *_ = steps(crabs, {"crab": 3, "a": 50})
     assert "accuracy is clearly below average: crab (0 of 8 correct, 3 training images)." in add[0]
     assert "Look at crab and lobster: 8 of 8" in look[0]
+
+
+def test_classifiers_are_compared_as_by_scipy(finished_run):
+    """A sign test with two sides. The level of 5 % is divided by the number of other classifiers."""
+    run = dataclasses.replace(read_run(finished_run), pictures=Pictures())
+    others = [name for name in run.results.classifiers if name != run.first]
+    for gained, lost in itertools.product(range(16), range(4)):
+        rows = []
+        for i in range(gained + lost):
+            answer, other = "ba" if i < gained else "ab"
+            rows.append(ImageResult(f"{i}", "a", answer, 0.9, 1, i, dict.fromkeys(others, answer) | {"lda": other}))
+        clear = gained > lost and binomtest(gained, gained + lost).pvalue < 0.05 / len(others)
+        found = clearly_better(dataclasses.replace(run, predictions=rows))
+        assert found == ("lda" if clear else ""), (gained, lost)
 
 
 def test_next_steps_count_items(finished_run):
