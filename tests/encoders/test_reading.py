@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import shutil
 import threading
 import time
 
@@ -22,14 +23,20 @@ from dulbe_peft.photos.data.looking import undecodable
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    root = tmp_path_factory.mktemp("written")
     for number in range(40):
         random = np.random.default_rng(number)
-        place = tmp_path / "train" / "ab"[number % 2] / f"{number}.png"
+        place = root / "train" / "ab"[number % 2] / f"{number}.png"
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(random.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(place)
-    return tmp_path
+    return root
+
+
+@pytest.fixture
+def folder(written, tmp_path):
+    return shutil.copytree(written, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.fixture
