@@ -18,6 +18,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import distributed, nn
 
+from dulbe_peft.utils.torch_settings import modules_of
+
 T = TypeVar("T")
 _SHARDED = (
     "is sharded over processes (FSDP, tensor parallelism or DeepSpeed ZeRO-3), but dual-mode adapters need whole "
@@ -194,7 +196,7 @@ def refuse_sharded(model: nn.Module) -> None:
 
     FSDP2 is found by its class among the modules, because parameters are whole while a pass has gathered them.
     """
-    kinds = {base.__name__ for kind in set(map(type, _modules(model))) for base in kind.__mro__}
+    kinds = {base.__name__ for kind in set(map(type, modules_of(model))) for base in kind.__mro__}
     sharded = min(kinds & {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}, default=None)
     if sharded := sharded or _first(model, lambda p: hasattr(p, "ds_id") or hasattr(p, "device_mesh")):
         raise ValueError(f"{sharded} {_SHARDED}")
@@ -202,20 +204,10 @@ def refuse_sharded(model: nn.Module) -> None:
 
 def _first(model: nn.Module, wanted: Callable[[nn.Parameter], bool]) -> str | None:
     """Return the name of the first parameter that is wanted, if any. Names are made only then, which takes longest."""
-    every = (each for module in _modules(model) for each in module._parameters.values())
+    every = (each for module in modules_of(model) for each in module._parameters.values())
     if not any(each is not None and wanted(each) for each in every):
         return None
     return next(name for name, parameter in model.named_parameters() if wanted(parameter))
-
-
-def _modules(model: nn.Module) -> list[nn.Module]:
-    """Return what `model.modules()` yields, in another order and in half of the time."""
-    found, known = [model], {model}
-    for module in found:
-        new = {each: None for each in module._modules.values() if each is not None and each not in known}
-        known.update(new)
-        found += new
-    return found
 
 
 def choose_device(name: str) -> torch.device:
