@@ -18,8 +18,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import distributed, nn
 
-from dulbe_peft.utils.torch_settings import modules_of
-
 T = TypeVar("T")
 _SHARDED = (
     "is sharded over processes (FSDP, tensor parallelism or DeepSpeed ZeRO-3), but dual-mode adapters need whole "
@@ -184,11 +182,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def refuse_offloaded(model: nn.Module) -> None:
     """Raise a `ValueError` if a parameter has no values."""
-    if name := _first(model, lambda parameter: parameter.is_meta):
-        raise ValueError(
-            f"{name} is on the meta device and has no values, perhaps because weights are offloaded: "
-            "load the model without device_map and without offloading"
-        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device and has no values, perhaps because weights are offloaded: "
+                "load the model without device_map and without offloading"
+            )
 
 
 def refuse_sharded(model: nn.Module) -> None:
@@ -196,18 +195,11 @@ def refuse_sharded(model: nn.Module) -> None:
 
     FSDP2 is found by its class among the modules, because parameters are whole while a pass has gathered them.
     """
-    kinds = {base.__name__ for kind in set(map(type, modules_of(model))) for base in kind.__mro__}
-    sharded = min(kinds & {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}, default=None)
-    if sharded := sharded or _first(model, lambda p: hasattr(p, "ds_id") or hasattr(p, "device_mesh")):
-        raise ValueError(f"{sharded} {_SHARDED}")
-
-
-def _first(model: nn.Module, wanted: Callable[[nn.Parameter], bool]) -> str | None:
-    """Return the name of the first parameter that is wanted, if any. Names are made only then, which takes longest."""
-    every = (each for module in modules_of(model) for each in module._parameters.values())
-    if not any(each is not None and wanted(each) for each in every):
-        return None
-    return next(name for name, parameter in model.named_parameters() if wanted(parameter))
+    kinds = {base.__name__ for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
+    sharded = sorted(kinds & {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"})
+    sharded += [n for n, p in model.named_parameters() if hasattr(p, "ds_id") or hasattr(p, "device_mesh")]
+    if sharded:
+        raise ValueError(f"{sharded[0]} {_SHARDED}")
 
 
 def choose_device(name: str) -> torch.device:

@@ -16,7 +16,7 @@ from torch import nn
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.encoders import pixels
 from dulbe_peft.utils.extras import garbage_collection_off
-from dulbe_peft.utils.torch_settings import evaluating, modules_of, one_thread, seeded_randomness
+from dulbe_peft.utils.torch_settings import evaluating, one_thread, seeded_randomness
 from dulbe_peft.utils.workers import number_of_jobs
 
 
@@ -34,13 +34,6 @@ def test_classifiers_use_one_thread_and_restore_the_thread_count(monkeypatch):
     with pytest.raises(KeyError), one_thread():
         raise KeyError
     assert set(threads) == {1} and torch.get_num_threads() == 2
-
-
-def test_modules_of_a_model_are_found_once_each_however_they_are_joined():
-    shared = nn.Sequential(nn.Linear(2, 2), nn.Identity())
-    model = nn.ModuleDict({"one": shared, "again": shared, "list": nn.ModuleList([shared, nn.ModuleList()])})
-    model.register_module("none", None)
-    assert sorted(map(id, modules_of(model))) == sorted(map(id, model.modules()))
 
 
 @pytest.mark.parametrize("changed", [False, True])
