@@ -217,6 +217,9 @@ def test_positions_are_compared_again_when_another_adapter_acts():
         found.append(learner.encoder._shapes)
     with learner.model.held_weights():
         found.append(learner.encoder._shapes)
+    learner.model.merge_adapter()
+    found.append(learner.encoder._shapes)
+    learner.model.unmerge_adapter()
     learner.model.add_adapter("other", learner.model.peft_config["default"])
     for name in ("default", "other"):
         learner.model.set_adapter(name)
