@@ -277,8 +277,10 @@ class Fits(Fitted):
 
     def _fit(self, features: int) -> Fit:
         state, width = self.state, self.rule.embed_dim + self.rule.text_dim + features
-        means = state.sums[:, :width] / state.counts.to(state.sums)[:, None]
-        return self.to(means, state.counts, state.scatter[:width, :width], int(state.freedom))
+        return self.to(self._means(width), state.counts, state.scatter[:width, :width], int(state.freedom))
+
+    def _means(self, width: int) -> Tensor:
+        return self.state.sums[:, :width] / self.state.counts.to(self.state.sums)[:, None]
 
     def to(self, means: Tensor, counts: Tensor, scatter: Tensor, freedom: int) -> Fit:
         """Return the fit to other sums of the first features of x, with the same texts."""
@@ -290,16 +292,16 @@ class Fits(Fitted):
     def beside(self, state: State) -> Fits:
         """Return the fits to a state with the same W, f and texts but other means: the eigenvectors stay."""
         same = {name: fit for name, fit in vars(self).items() if type(fit) is Fit and not fit.lone}
+        found = self.after(state)
         with computing():
-            return self.after(state).keep(**{name: self._moved(fit, state) for name, fit in same.items()})
+            return found.keep(**{name: found._moved(fit) for name, fit in same.items()})
 
-    def _moved(self, fit: Fit, state: State) -> Fit:
-        """Return what `Fit.of` would return for the means of a state."""
-        width = len(fit.centre)
-        means = state.sums[:, :width] / state.counts.to(state.sums)[:, None]
-        centre, counts = means.mean(dim=0), state.counts.to(means)
+    def _moved(self, fit: Fit) -> Fit:
+        """Return what `Fit.of` would return, from a fit with the same W, f and texts."""
+        means = self._means(width := len(fit.centre))
+        centre, counts = means.mean(dim=0), self.state.counts.to(means)
         means = means - centre
-        total = float(state.scatter[:width, :width].trace() + counts @ means.square().sum(dim=1))
+        total = float(self.state.scatter[:width, :width].trace() + counts @ means.square().sum(dim=1))
         return replace(fit, total=total, centre=centre, means=means @ fit.vectors, counts=counts)
 
 

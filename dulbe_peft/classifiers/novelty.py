@@ -346,7 +346,7 @@ def roc_interval(tasks: Sequence[TaskNovelty]) -> tuple[float, float] | None:
     variance = sum(task.between for _, task in judged if task.between) / freedom
     classes = sum(weight for weight, _ in judged) ** 2 / sum(weight**2 / task.classes for weight, task in judged)
     error = (variance / classes + ((area - 1 / 2) / (classes + 1)) ** 2) ** 0.5
-    away = float(stdtrit(freedom, 0.975)) * error
+    away = float(stdtrit(freedom, 0.975)) * error  # Student's quantile
     return max(0.0, area - away), min(1.0, area + away)
 
 

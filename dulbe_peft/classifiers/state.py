@@ -258,7 +258,7 @@ class Fitted:
         return self.of(self.rule, state)
 
     def beside(self, state: State) -> Self:
-        """Return as `after` what follows from a state in which only the class means and numbers of images differ."""
+        """Return what `after` returns, for a state in which only the class means and numbers of images differ."""
         return self.after(state)
 
     def chosen(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:

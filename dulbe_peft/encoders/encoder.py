@@ -360,7 +360,7 @@ class Encoder(TextEncoder):
 
     @property
     def _shapes(self) -> tuple[object, ...]:
-        """What the products are made with: shapes of all tensors, and which adapters act, each in which way."""
+        """What decides how products round: the shapes of all tensors, which adapters act, and in which way."""
         found = list[object]()
         for module in self.clip.modules():
             if isinstance(module, BaseTunerLayer):
@@ -375,7 +375,7 @@ class Encoder(TextEncoder):
     ) -> bool:
         """Return whether an image has the same features bit by bit at every position of a batch.
 
-        A drawn one of the shape of `image`, (1, ...), is encoded, so that a loaded learner comes to the same answer.
+        A random image of the shape of `image`, (1, ...), decides, so that a loaded learner comes to the same answer.
         This depends on the processor: with AVX2, for instance, MKL rounds the last rows of a product differently. It
         depends on the shapes of products, too, so a history that has grown is measured again.
         """

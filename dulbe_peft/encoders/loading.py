@@ -144,8 +144,7 @@ def load_processor(name: str, model: PreTrainedModel, revision: str | None = Non
         image_processor = _default_image_processor(kind, model)
     if record.processor is None:
         return ImageOnlyProcessor(image_processor)
-    config = model.config if model.name_or_path == name else None  # or transformers reads config.json again
-    tokenizer = AutoTokenizer.from_pretrained(name, config=config, revision=revision, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers returns one if it cannot find the files
         raise OSError(f"the tokenizer in {name} has no vocabulary: its files cannot be read")
     if record.padding == "max_length":  # SigLIP and SigLIP 2 were trained without a mask, on lower-case texts

@@ -49,13 +49,9 @@ def unmap_weights(model: nn.Module) -> None:
     transformers maps a file into memory, so weights lie wherever its header ends, and they would change if the file
     were overwritten. What was copied is freed, so memory for one copy of the weights is enough.
     """
-    weights = _plain_weights(model)
-    mapped = _mapped_files() if any(tensor.nbytes >= _PAGE for tensor in weights) else []
-    for tensor in weights:
+    mapped = _mapped_files()
+    for tensor in _plain_weights(model):
         old = tensor.data.contiguous()
-        if old.nbytes < _PAGE:  # there is no whole page to free
-            tensor.data = old.clone()
-            continue
         tensor.data = torch.empty_like(old)
         for new_part, part in zip(tensor.data.view(-1).split(_PART), old.view(-1).split(_PART), strict=True):
             new_part.copy_(part)

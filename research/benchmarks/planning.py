@@ -60,9 +60,9 @@ def measured(values: Any, stream: str, count: str, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     clip, processor = load_dual_encoder(model)
     number = "all" if count == "all" else int(count)
-    fields: dict[str, Any] = {"prompt_template": template, "planning_images": number} | (
-        {"epochs": 1} if values.quick else {}
-    )
+    fields: dict[str, Any] = {"prompt_template": template, "planning_images": number}
+    if values.quick:
+        fields["epochs"] = 1
     args = LearnerArguments(seed=seed, device="cpu", precision="float32", progress=False, **fields)
     network = get_peft_model(clip, DualModeLoraConfig(support_rank=rank))
     learner = ClassIncrementalLearner(network, processor, args, "dulbe", CLASSIFIERS)
